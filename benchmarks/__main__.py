@@ -130,9 +130,8 @@ def plans() -> None:
         "sequence, the narrow 512, the 405B 8192), planned for nodes of eight H100; the 405B with pipelines and "
         "micro-batches, under a time limit of 5, 8, 30 and 180 s for the search. "
         f"Each in a process of its own, after a plan of one layer; the run of median total of {REPEATS}, but for "
-        "the last, which ran once. "
-        "*To plan* goes from `nn.Module` to `Plan`; *rewrite* then emits one "
-        "rank's program. *Step* and *peak* are what the plan predicts. "
+        "the last, which ran once. *To plan* goes from `nn.Module` to `Plan`; *rewrite* then emits one rank's program. "
+        "*Step* and *peak* are what the plan predicts. "
         + plan_time.depth(*(r for r in results if r.case in DEPTH_CASES))
     )
     print(record.write("plan_time", "Plan time", notes, rows, [asdict(r) for r in results], facts), flush=True)
@@ -190,8 +189,7 @@ def peaks() -> None:
     _write_peaks("memory", "Predicted against observed memory", notes, memory.compare(), facts)
     notes = (
         "Predicted peak bytes over those that are alive on the rank of highest peak of the pipeline while it takes a "
-        "step, "
-        "with parameters and AdamW's state. What is predicted is added up, and meant to be no less: all that is "
+        "step, with parameters and AdamW's state. What is predicted is added up, and meant to be no less: all that is "
         "saved counts beside the neediest block. With gpipe gradients count from the first backward on."
     )
     title = "Predicted against observed micro-batched memory"
@@ -290,9 +288,8 @@ def write_predictions(results: Sequence[predicted.Compared], shape: Shape, facts
         f"{shape.batch} x {shape.sequence} tokens, float32) on local gloo processes: a step as the plan predicts it "
         f"for the machine as `autopar profile` has just measured it, and the median of {predicted.STEPS} steps, "
         f"taken alternately. Profiled, planned and measured {len(results) // len(rows)} times; all figures are "
-        "medians of "
-        "those, of errors *all* are shown. CPU seconds are those of the busiest rank: times the ranks that share a "
-        "core, they are what of a step the cores were at work."
+        "medians of those, of errors *all* are shown. CPU seconds are those of the busiest rank: times the ranks that "
+        "share a core, they are what of a step the cores were at work."
     )
     raw = [asdict(r) for r in results]
     print(record.write("predicted", "Predicted step time", notes, rows, raw, facts), flush=True)
@@ -329,7 +326,7 @@ def planned() -> None:
             "*Free* is what search picks for the same cluster within "
             f"{planned_runs.FREE_LIMIT_S:.0f} s, with pipelines; then with the run's recomputation pinned; then the "
             "best of what Megatron could be told in 2021. The place of the published configuration is that among the "
-            "best plans found of each division, and *x* its step over that of the plan picked, both predicted.",
+            "best plans found of each configuration, and *x* its step over that of the plan picked, both predicted.",
         ]
     )
     raw = [{name: value for name, value in asdict(each).items() if name != "plan_s"} for each in found]
@@ -417,10 +414,10 @@ def offloads() -> None:
     notes = (
         f"A GPT of {offload.SHAPE} with {found[0].data_bytes / 2**20:.0f} MiB of parameters, gradients and Adam's "
         "moments in float32, one CPU process whose device is a budget of host memory, "
-        f"{offload.ROUNDS} steps of each with micro-batches, medians without the first two. NothingFits hides what is "
-        "moved here: "
-        "copies take the core that computes. *Taken* is the most that chunks and what is beside them took. Ratios are "
-        "to the same micro-batches on a device that holds all; a device that is left out is too small for them."
+        f"{offload.ROUNDS} steps of each with micro-batches, medians without the first two. Nothing hides what is "
+        "moved here: copies take the core that computes. *Taken* is the most that chunks and what is beside them took. "
+        "Ratios are to the same micro-batches on a device that holds all; a device that is left out is too small for "
+        "them."
     )
     print(record.write("offload", "Model data on the host", notes, rows, [asdict(row) for row in found], facts))
 
@@ -540,11 +537,10 @@ def transfer_schedules() -> None:
         "block sizes: bf16 parameters and gradients, fp32 master weights and two moments, each a chunk; the update of "
         "a block follows its backward, on the device or on the host. Budgets: the largest working set of a moment, and "
         f"{', '.join(f'{share:.0%}' for share in transfer_schedule.SHARES)} of all chunks beside it. *LRU* and "
-        "*Belady* fetch "
-        "on demand and evict what was used longest ago, or is used last; *static*: a fixed set stays. *Fewest* is "
-        "`fewest_bytes`, whose bytes nothing beats by more than down to the proved *bound*; *shortest step* is "
-        "`shortest_step`, simulated. With the update on the host only parameters between forward and backward may "
-        "stay, which come back in reverse order: there LRU is as good as anything."
+        "*Belady* fetch on demand and evict what was used longest ago, or is used last; *static*: a fixed set stays. "
+        "*Fewest* is `fewest_bytes`, whose bytes nothing beats by more than down to the proved *bound*; *shortest "
+        "step* is `shortest_step`, simulated. With the update on the host only parameters between forward and backward "
+        "may stay, which come back in reverse order: there LRU is as good as anything."
     )
     raw = [asdict(r) for r in results]
     print(record.write("transfer_schedule", "Transfer schedules of chunks", notes, rows, raw, facts), flush=True)

@@ -295,10 +295,10 @@ def _free(run: Run, traced: Traced, cluster: ClusterSpec, training: Training, pi
 
 
 def _among(run: Run, traced: Traced, cluster: ClusterSpec, batch: int) -> Free:
-    """The best of what Megatron could be told in 2021, and the place of the published division among all that.
+    """The best of what Megatron could be told in 2021, and the place of the published configuration among all that.
 
     Parameters and sequences are whole on every rank, and every layer is recomputed in full; the schedule is the best,
-    and of each division so are the micro-batches, but for the published one those of its run.
+    and of each configuration so are the micro-batches, but for the published one those of its run.
     """
     fixed, planned, tried = {"zero": 0, "recompute": "full"}, [], set()
     for pipeline, tensor, micro in itertools.product(STAGES, TENSOR, MICRO):
@@ -318,7 +318,9 @@ def _among(run: Run, traced: Traced, cluster: ClusterSpec, batch: int) -> Free:
     step_s, best, _ = min(planned)
     faster = {config for each_s, _, config in planned if each_s < run.predicted_s * (1 - PROVED)}
     place = 1 + len(faster - {(run.pin["pipeline"], run.pin["tensor"])})
-    told = f"{_told(fixed)}, whole sequences, tensor at most {TENSOR[-1]} and of each division the best micro-batches"
+    told = (
+        f"{_told(fixed)}, whole sequences, tensor at most {TENSOR[-1]} and of each configuration the best micro-batches"
+    )
     return Free(told, step_s, best, place, len({config for *_, config in planned}), len(tried))
 
 

@@ -1,4 +1,4 @@
-"""TransferSchedule: bytes that planned transfer schedules move, beside those of moving on demand and of a fixed set
+"""Transfer schedules: bytes that planned transfer schedules move, beside those of moving on demand and of a fixed set
 that stays.
 
 Traces are built from the shapes of models: a block's parameters in bf16, its gradients, and fp32 master weights with

@@ -117,6 +117,6 @@ def pieces(parts: Mapping[str, Part], piece_bytes: int = PIECE_BYTES) -> Iterato
     for number, (name, part) in enumerate(ordered):
         most = max(1, piece_bytes // part.local.element_size())
         cut = itertools.chain.from_iterable(box.cut(most) for box in boxes(part.rows))
-        for micro_batch, box in enumerate(cut, start=number):
-            if micro_batch % part.copies == part.copy:
+        for place, box in enumerate(cut, start=number):
+            if place % part.copies == part.copy:
                 yield name, box, box.of(part.local)

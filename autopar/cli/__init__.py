@@ -1,5 +1,5 @@
 """The command line: ``autopar plan``, ``show``, ``verify``, ``profile`` and ``demo``.
 
-Arguments turn into a model, example inputs and a cluster; the rooms do the rest. NothingFits heavy is imported before a
+Arguments turn into a model, example inputs and a cluster; the rooms do the rest. Nothing heavy is imported before a
 command needs it.
 """

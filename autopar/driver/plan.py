@@ -62,9 +62,9 @@ def plan(
             left out when the model brings ``dummy_inputs``.
         loss_fn: ``loss_fn(outputs, batch)`` when the model does not compute its loss itself.
         pin: decisions to fix, e.g. ``{"data": 2, "tensor": 4}``; see
-        :class:`planner.formulation.constraints.pins.Pins`. optimizer_bytes_per_element: optimizer state per parameter
-        element: Adam's is 8, and 12 where it steps
-            masters in float32 (``master_dtype``, see :meth:`autopar.runtime.module.ParallelModule.optimizer`).
+            :class:`planner.formulation.constraints.pins.Pins`.
+        optimizer_bytes_per_element: optimizer state per parameter element: Adam's is 8, and 12 where it steps masters
+            in float32 (``master_dtype``, see :meth:`autopar.runtime.module.ParallelModule.optimizer`).
         fold: ``"capture"`` traces submodules that repeat once and decides once per distinct block, ``"graph"`` traces
             the whole model and decides once per distinct block, ``"off"`` decides for every operator of the model.
             The graph is the same in all three, and what ``"capture"`` cannot follow is traced whole.

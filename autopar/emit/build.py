@@ -198,8 +198,7 @@ def _offload(
         if action in (("evict", "make") if name in own else others):
             raise PlanError(
                 f"the plan's transfer schedule has {action} {name}, but parameters are only fetched, and gradients "
-                "only made "
-                f"and evicted: it was edited; make another with {EVALUATE}"
+                f"only made and evicted: it was edited; make another with {EVALUATE}"
             )
     numbers = (None,) if micro_batched is None else range(assignment.space.mesh.micro_batches)
     wanted = (of_micro_batch(name, number) for name, _ in moments.values() for number in numbers)
@@ -207,8 +206,7 @@ def _offload(
     if not is_fit or any(_moments_of(each, table) != _needing(each, moments) for each in saved):
         raise PlanError(
             "the plan's transfer schedule is of other chunks or blocks than its layouts make: one of them was edited; "
-            "make "
-            f"another with {EVALUATE}"
+            f"make another with {EVALUATE}"
         )
     _check_updates(table, carried)
     return OffloadExecutor(table, carried, moments, device, disk, micro_batched is not None, saved, saved_homes(table))
@@ -252,8 +250,7 @@ def _check_updates(table: TransferSchedule, carried: Iterable[ChunkSpec]) -> Non
         if uses[-1] != ItemUse(moments[-1].name, "rw") or moments[-1].on != "host" or updated < last:
             raise PlanError(
                 f"the plan's transfer schedule updates {each.name} before its last use in the step, or not before the "
-                "step "
-                f"ends: it was edited; make another with {EVALUATE}"
+                f"step ends: it was edited; make another with {EVALUATE}"
             )
 
 

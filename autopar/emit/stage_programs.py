@@ -98,8 +98,7 @@ def _check_updates(captured: Captured) -> None:
         names = ", ".join(name for name, _ in captured.updates[:3])
         raise PlanError(
             f"the model changes {names} in its forward, and what a micro-batched step leaves in a buffer is not that "
-            "of the "
-            "whole batch: plan without pipelines and micro_batches"
+            "of the whole batch: plan without pipelines and micro_batches"
         )
 
 
@@ -308,8 +307,7 @@ class Outline:
             if why:
                 raise PlanError(
                     f"{what} depends on {why}, so that it is not known before a micro-batched step: plan without "
-                    "pipelines "
-                    "and micro_batches, or compute it outside of the model and pass it in"
+                    "pipelines and micro_batches, or compute it outside of the model and pass it in"
                 )
         return found
 

@@ -1,4 +1,4 @@
-"""Applying: while a model is captured, its calls of ``torch.autograd.Function``s call operators instead.
+"""While a model is captured, ``Function.apply`` calls a custom operator, so that the graph keeps it whole.
 
 A graph holds the forward of what is traced; training would derive that. So every Function that is applied with
 gradients is recorded as an operator (:mod:`autopar.functions.carry`), one for each choice of its arguments that are no

@@ -1,4 +1,4 @@
-"""Carry: a call of a ``torch.autograd.Function`` as an operator.
+"""Makes a custom operator, forward and backward, of one call of a ``torch.autograd.Function``.
 
 A captured graph calls the operator where the model applies the Function (:mod:`autopar.functions.applying`), and the
 emitted program calls the same one on local tensors. It applies the Function: its own forward, context and backward.

@@ -1,4 +1,4 @@
-"""Declared: what the dims of a ``torch.autograd.Function`` mean, as a user says, or as is known of a library's."""
+"""What the dims of a ``torch.autograd.Function`` mean, as a user says, or as is known of a library's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe: what the planner is told of a Function, called on tensors of some shapes; see :mod:`planner.ops.function`.
+"""What the planner is told of a Function that is called on tensors of some shapes; see :mod:`planner.ops.function`.
 
 What its dims mean is what was declared; of one that was not, every dim stays whole.
 """

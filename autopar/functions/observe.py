@@ -1,4 +1,4 @@
-"""Observe: what one run of a ``torch.autograd.Function`` and its backward saves, computes and moves.
+"""Runs a ``torch.autograd.Function`` and its backward once on shapes, to see what they save, compute and move.
 
 Tensors without data are enough. A backward that decides on values is seen as far as it gets.
 """

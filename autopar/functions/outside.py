@@ -1,4 +1,4 @@
-"""Outside: what a Function reads or writes that is not among its arguments.
+"""Finds the tensors that a Function reads or writes although they are not among its arguments.
 
 The parallel module has parameters and buffers of its own. A Function that finds those of the original by itself would
 read them for ever, whatever training makes of them, so it is refused wherever it is seen to.

@@ -1,4 +1,4 @@
-"""Ranks: a Function applied rank by rank, where all ranks are simulated in one process.
+"""Applies a Function for one rank after another, where one process simulates all ranks.
 
 The tensors of a simulation stand for those of all ranks at once, which code that torch cannot look into does not take.
 """

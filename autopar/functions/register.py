@@ -1,4 +1,4 @@
-"""Register: what the dims of a ``torch.autograd.Function`` mean, as a user says; an example shows whether it holds."""
+"""Lets a user say what the dims of a ``torch.autograd.Function`` mean, and checks it on an example."""
 
 from __future__ import annotations
 

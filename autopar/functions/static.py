@@ -1,4 +1,4 @@
-"""Static: what a Function is called with besides tensors, as something to compare and as text."""
+"""Arguments of a Function that are no tensors, as something to compare and as text."""
 
 from __future__ import annotations
 

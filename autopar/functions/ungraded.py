@@ -1,4 +1,4 @@
-"""Ungraded: what a Function's backward gives no gradient to is detached before it, so that a plan expects none."""
+"""Detaches the operands of a Function to which its backward gives no gradient, so that a plan expects none."""
 
 from __future__ import annotations
 

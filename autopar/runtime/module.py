@@ -152,7 +152,7 @@ class ParallelModule(nn.Module):
         it as any other. Adam and AdamW step by torch's fused kernels, unless ``fused``, ``foreach`` or
         ``differentiable`` is given; torch's other fused kernels take no DTensors. Of a plan with model data on disk
         its state goes to files after the first step, where one that is made otherwise keeps it in the host's memory.
-        Of a plan that updates in backward (pin ``update``), ``backward()`` updates what is with their home on the host,
+        Of a plan that updates in backward (pin ``update``), ``backward()`` updates what has its home on the host,
         and ``step()`` only ends the step: there is nothing to clip or unscale between them.
 
         Args:
@@ -220,8 +220,7 @@ class ParallelModule(nn.Module):
         if not isinstance(self.program, PipelineStep):
             raise InputError(
                 "this module runs without micro-batches: its backward is autograd's, of which it does not see when it "
-                "runs. "
-                "torch.profiler records such a step; pin micro_batches for a micro-batched step"
+                "runs. torch.profiler records such a step; pin micro_batches for a micro-batched step"
             )
         return observed(self.program.spec.recorder, self.pipeline)
 
@@ -246,7 +245,7 @@ class ParallelModule(nn.Module):
         """Parameters and buffers of its own, on the same process groups; every rank copies for itself."""
         if self.offload is not None:
             raise InputError(
-                "a module whose parameters are with their home on the host or on disk cannot be copied: call "
+                "a module whose parameters have their home on the host or on disk cannot be copied: call "
                 "autopar.parallelize again, with state_dict=pmodel.full_state_dict()"
             )
         groups = list(groups_of(self.device_mesh).values())

@@ -1,4 +1,4 @@
-"""Seconds: times that know how they grow: a number as planned, and the formula in batch, sequence and micro-batches
+"""Times that know how they grow: a number as planned, and the formula in batch, sequence and micro-batches
 behind it.
 
 :class:`Seconds` is to ``float`` what :class:`planner.base.symbolic_int.Size` is to ``int``: whatever adds up times adds

@@ -1,4 +1,4 @@
-"""Polynomial: sizes that know how they grow: a number as planned, and the polynomial in batch, sequence and
+"""Sizes that know how they grow: a number as planned, and the polynomial in batch, sequence and
 micro-batches behind it.
 
 A :class:`Size` is an ``int``, so that all which counts elements and bytes counts with sizes as well, and the result

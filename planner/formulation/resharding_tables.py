@@ -73,7 +73,7 @@ class ReshardingTables:
                     start_s = self.cost.collective_s(kind, axis, 0.0, beside=is_beside)
                     whole_s = self.cost.collective_s(kind, axis, bytes_in * together.times, beside=is_beside)
                     return (start_s / together.parameters + (whole_s - start_s) / together.times) / parts
-                # NothingFits but sums crosses from micro-batch to micro-batch; they are added up as they come, in
+                # Nothing but sums crosses from micro-batch to micro-batch; they are added up as they come, in
                 # place.
                 each_s = 3 * touch if kind == "all_reduce" else math.inf
                 return np.asarray((axis.size - 1) / parts * each_s * np.maximum(bytes_in, 1), np.float64)

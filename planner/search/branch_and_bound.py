@@ -2,11 +2,11 @@
 it.
 
 Every configuration of the cluster that the pins allow (:mod:`planner.search.parallel_config`) is a candidate with a
-lower bound on the step time of all its plans, with any amount of recomputation. The candidate of least bound is looked
-at next, always more closely (:mod:`planner.search.candidate_bounds`), until its plan is found or its bound reaches the
-best plan known; then every other bound does too, and nothing better can exist. Where there are many, usual shapes and
-those near the best plan's come first, and a look at a candidate that was begun takes turns with a look at any: there
-may not be time for all.
+lower bound on the step time of all its plans, with any amount of recomputation. The candidate of least bound is
+evaluated next, always more closely (:mod:`planner.search.candidate_bounds`), until its plan is found or its bound
+reaches the best plan known; then every other bound does too, and nothing better can exist. Where there are many, usual
+shapes and those near the best plan's come first, and the evaluation of a candidate that was begun takes turns with that
+of any: there may not be time for all.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from planner.solve.problem import Evaluation
 from planner.solve.transfers import TransferSchedule
 
 NEAR = 2.0
-"""Shapes at most so many doublings from the best plan's are looked at before others; see
+"""Shapes at most so many doublings from the best plan's are evaluated before others; see
 :meth:`ParallelConfig.distance`.
 """
 
 
 class ParallelConfigs(NamedTuple):
-    """What is looked at: configurations without micro-batches, and others."""
+    """What is searched: configurations without micro-batches, and others."""
 
     plain: tuple[ParallelConfig, ...]
     micro_batched: tuple[ParallelConfig, ...]
@@ -137,7 +137,7 @@ class Searched:
         return self.offloaded[1].step_time_s
 
     def followed(self, memory: Usage | None = None) -> Searched:
-        """The same with the plan followed: its own peak in the row of its division, where the search has only a sum."""
+        """The same with the plan followed: its own peak in its candidate's row, where the search has only a sum."""
         if self.staged is not None:  # stage by stage, by whoever asks
             return self
         memory = memory or usage(self.assignment)
@@ -148,7 +148,7 @@ class Searched:
 
 @dataclass(frozen=True)
 class NothingFits:
-    """No plan within the setting's memory: what became of every division, and the looks that prove it."""
+    """No plan within the memory limit: what became of every configuration, and the branches that prove it."""
 
     rows: list[Candidate]
     branches: list[Branch]
@@ -157,7 +157,7 @@ class NothingFits:
 def branch_and_bound(
     context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, known: Incumbent | None = None
 ) -> Searched | NothingFits:
-    """The fastest plan within the setting's memory, over all divisions; ``known`` if none is faster."""
+    """The fastest plan within the memory limit, over all configurations; ``known`` if none is faster."""
     frontier = pareto_frontier(decision_graph.folded, context.levels)
     best, branches = _best_first(context, decision_graph, (*configs.plain, *configs.micro_batched), frontier, known)
     rows, proofs = _rows(branches), branches
@@ -197,8 +197,8 @@ def _branch_and_bound_unfolded(
     frontier: ParetoFrontier,
     alike: Incumbent | None,
 ) -> tuple[Incumbent | None, Candidate | None, list[Branch]]:
-    """The best plan where equal blocks may differ, what became of its division if it is better than the best known,
-    and what became of all.
+    """The best plan where equal blocks may differ, what became of its configuration if it is better than the best
+    known, and what became of all.
     """
     best, branches = _best_first(
         context, unfolded(decision_graph), plain, frontier.unfolded(decision_graph.blocks.numbers), alike
@@ -221,7 +221,7 @@ def _best_first(
     frontier: ParetoFrontier,
     best: Incumbent | None,
 ) -> tuple[Incumbent | None, list[Branch]]:
-    """Incumbent first over the divisions, starting from the best plan known; what became of each, in their order."""
+    """Best first over the configurations, starting from the best plan known; what became of each, in their order."""
     arithmetic, schedule = Arithmetic(decision_graph, context.cost), context.pins.schedule
     waiting = [begin(config, arithmetic.bound_s(config, schedule), frontier) for config in configs]
     is_split = any(config.micro_batched for config in configs)
@@ -234,10 +234,10 @@ def _best_first(
             waiting += [other for branch in waiting for other in left_behind(context, branch)]
             closed += [close(branch, best) for branch in waiting]
             break
-        # To look for plans where it is promising, or to prove bounds: where there are many divisions, in turn.
+        # To seek plans where it is promising, or to prove bounds: where there are many configurations, alternately.
         is_deeper = is_split and not is_deeper
         begun = [branch for branch in waiting if branch.is_priced and not branch.is_tried] if is_deeper else []
-        branch = min(begun or waiting, key=lambda branch: _micro_batch(branch, first, best))
+        branch = min(begun or waiting, key=lambda branch: _priority(branch, first, best))
         waiting.remove(branch)
         is_left_out = is_late and branch.is_expensive and len(closed) + 1 < len(configs)
         if is_left_out or is_near(context, branch, best) or is_reached(branch.candidate.bound_s, best):
@@ -259,8 +259,8 @@ def _best_first(
     return best, sorted(closed, key=place)
 
 
-def _micro_batch(branch: Branch, first: Mapping[ParallelConfig, int], best: Incumbent | None) -> tuple[float, float]:
-    """Which look is next, the least: plans of ``first``, then of divisions like the best plan's, then by bound."""
+def _priority(branch: Branch, first: Mapping[ParallelConfig, int], best: Incumbent | None) -> tuple[float, float]:
+    """The least is evaluated next: plans of ``first``, then configurations near the best plan's, then by bound."""
     config, bound_s = branch.candidate.config, branch.candidate.bound_s
     if not branch.is_tried:
         for wanted in (config, replace(config, unsharding=PER_STEP))[: 1 + (best is None)]:
@@ -272,17 +272,17 @@ def _micro_batch(branch: Branch, first: Mapping[ParallelConfig, int], best: Incu
 
 
 def _rows(branches: list[Branch]) -> list[Candidate]:
-    """What became of every division, whatever its recomputation."""
+    """What became of every configuration, whatever its recomputation."""
     found: dict[ParallelConfig, list[Candidate]] = {}
     for branch in branches:
         found.setdefault(branch.candidate.config, []).append(branch.candidate)
     return [_joined(each) for each in found.values()]
 
 
-def _joined(branches: list[Candidate]) -> Candidate:
-    """One candidate of the looks at parts of it."""
-    best, open_ = min(branches, key=lambda each: each.objective_s), min(branches, key=lambda each: each.bound_s)
-    peak_bytes = best.peak_bytes if math.isfinite(best.objective_s) else min(each.peak_bytes for each in branches)
+def _joined(candidates: list[Candidate]) -> Candidate:
+    """One candidate of those of its branches."""
+    best, open_ = min(candidates, key=lambda each: each.objective_s), min(candidates, key=lambda each: each.bound_s)
+    peak_bytes = best.peak_bytes if math.isfinite(best.objective_s) else min(each.peak_bytes for each in candidates)
     status = best.status if math.isfinite(best.objective_s) else open_.status
     if status == "optimal" and open_.bound_s < best.objective_s * (1 - PROVED) and open_.status != "pruned":
         status = "feasible"

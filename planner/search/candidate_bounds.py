@@ -1,23 +1,23 @@
 """Bounds and evaluates one candidate of the search, more closely each time.
 
-A configuration begins as a :class:`Candidate` of which only arithmetic is known. Each look at it is more expensive and
-sharper:
+A configuration begins as a :class:`Candidate` of which only arithmetic is known. Each evaluation of it is more
+expensive and sharper:
 
 1. ``work``: every decision at its own cheapest, all communication free;
 2. ``relaxation``: the whole problem without the memory limit, by a few eliminations (:func:`lower_bounds`);
 3. ``search``: the whole problem, as far as it can beat the best plan known.
 
-A look covers some steps of the Pareto frontier of recomputation
+A branch covers some steps of the Pareto frontier of recomputation
 (:class:`planner.formulation.remat.levels.ParetoFrontier`): with the time of the first and the memory of the last it
-bounds them all. Where that leaves a better plan possible it is split, first at the bends of the frontier. Between two
-of them costs change evenly, and the bounds of both ends at one price of memory hold for all. Where everything fits at
-the first step, no other is looked at: more recomputation would only take more time.
+bounds them all. Where that leaves a better plan possible it is split, first at the breakpoints of the frontier. Between
+two of them costs change evenly, and the bounds of both ends at one price of memory hold for all. Where everything fits
+at the first step, no other is evaluated: more recomputation would only take more time.
 
-Of a configuration with micro-batches the second look bounds all its pipelines, by the problem of the average rank; the
-third cuts pipelines for what solves that, and for what solves the problem of a typical rank, and where a better plan
-may be left bounds them by their equal blocks, too (:mod:`planner.formulation.pipeline_pace`). A bound costs a fifth of
-a cut. Where memory then leaves no plan that gathers parameters once a step, or not the fastest, the same configuration
-that gathers them in each micro-batch is a candidate of its own.
+Of a configuration with micro-batches the second evaluation bounds all its pipelines, by the problem of the average
+rank; the third cuts pipelines for what solves that, and for what solves the problem of a typical rank, and where a
+better plan may be left bounds them by their equal blocks, too (:mod:`planner.formulation.pipeline_pace`). A bound costs
+a fifth of a cut. Where memory then leaves no plan that gathers parameters once a step, or not the fastest, the same
+configuration that gathers them in each micro-batch is a candidate of its own.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ GRACE_S = 1.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """One division, and what is known of its plans.
+    """One parallel configuration, and what is known of its plans.
 
     Attributes:
         config: the stages of its pipeline and the mesh of each.
         status: ``optimal`` (its best plan was found), ``feasible`` (a plan was found before the time limit),
             ``pruned`` (none can beat the best plan), ``infeasible`` (none fits), ``none found`` (none better was
             found, nor excluded), ``not tried`` (time limit).
-        objective_s: seconds of its best plan found; infinite where none was looked for, or none fits.
+        objective_s: seconds of its best plan found; infinite where none was sought, or none fits.
         bound_s: no plan of it is faster; infinite: none fits.
         peak_bytes: of that plan; without one, what every plan of it needs at least.
-        proof: the look that proved the bound: ``arithmetic``, ``work``, ``relaxation`` or ``search``.
+        proof: the evaluation that proved the bound: ``arithmetic``, ``work``, ``relaxation`` or ``search``.
     """
 
     config: ParallelConfig
@@ -128,7 +128,7 @@ class SearchContext:
 
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
-    ``formulated`` the last space of each division.
+    ``formulated`` the last space of each configuration.
     """
 
     cost: CostModel
@@ -156,7 +156,7 @@ class SearchContext:
         return self.known[label]
 
     def formulate(self, decision_graph: DecisionGraph, config: ParallelConfig) -> Space:
-        """Every decision to take on one division."""
+        """Every decision to take in one configuration."""
         mesh, graph = config.mesh, decision_graph.graph
         kept = filters(self.pins, graph, self.rules, mesh, lambda label: self.labels(graph, label))
         space = Space(
@@ -179,7 +179,7 @@ class SearchContext:
         return space
 
     def pipelines(self, config: ParallelConfig, blocks: int) -> list[Pipeline]:
-        """Those of so many blocks that the pins leave on one division."""
+        """Those of so many blocks that the pins leave of one configuration."""
         names, virtual_stages = schedules(self.pins), self.pins.virtual_stages
         return pipelines_of(config.stages, config.mesh.micro_batches, blocks, names, virtual_stages)
 
@@ -205,10 +205,10 @@ class SearchContext:
 
 @dataclass(frozen=True)
 class Branch:
-    """How closely a candidate was looked at, over the steps ``low`` to ``high`` of the Pareto frontier of
+    """How closely a candidate was evaluated, over the steps ``low`` to ``high`` of the Pareto frontier of
     recomputation.
 
-    ``is_priced`` once its relaxation was, ``is_sought`` once a pipeline was looked for; ``relaxed`` solves the
+    ``is_priced`` once its relaxation was, ``is_sought`` once a pipeline was sought; ``relaxed`` solves the
     relaxation, and ``free_s`` is the bound before memory was priced in it, where it was; ``choices`` and ``step`` are
     the best plan found there, ``evaluation`` what it costs, and ``staged`` how it runs micro-batched.
     """
@@ -229,7 +229,7 @@ class Branch:
 
     @property
     def space(self) -> Space:
-        """Its decisions, once it was looked at."""
+        """Its decisions, once it was evaluated."""
         assert self.formulated is not None
         return self.formulated
 
@@ -245,20 +245,20 @@ class Branch:
 
     @property
     def is_tried(self) -> bool:
-        """Whether a plan was looked for."""
+        """Whether a plan was sought."""
         return self.is_sought if self.candidate.config.micro_batched else self.is_priced
 
     @property
     def is_done(self) -> bool:
-        """Whether it was looked at as closely as can be."""
+        """Whether it was evaluated as closely as can be."""
         if self.candidate.config.micro_batched:
             return self.is_sought
         return self.low == self.high and self.candidate.proof == "search"
 
     @property
     def is_expensive(self) -> bool:
-        """Whether what is left takes long: the problem is not formulated yet, or there are several amounts to look
-        at.
+        """Whether what is left takes long: the problem is not formulated yet, or there are several amounts to
+        evaluate.
         """
         amounts = self.high - self.low if self.is_priced and not self.candidate.config.micro_batched else 0
         return self.formulated is None or amounts > 0
@@ -279,7 +279,7 @@ def begin(config: ParallelConfig, bound_s: float, frontier: ParetoFrontier) -> B
 def evaluate_branch(
     context: SearchContext, decision_graph: DecisionGraph, branch: Branch, best: Incumbent | None
 ) -> list[Branch]:
-    """The next look at a candidate, of all that it covers or of its parts."""
+    """Evaluate a branch once more, all that it covers or its parts."""
     if branch.formulated is None:
         closer = _at_work(context, decision_graph, branch)
         return [closer, *_gathering_in_each(context, branch, closer)]
@@ -298,7 +298,7 @@ def _gathering_in_each(context: SearchContext, branch: Branch, closer: Branch) -
     """The same configuration with parameters gathered in each micro-batch, if that may be better.
 
     It takes longer and holds less: so what bounds a step that gathers once bounds it, too, as long as no memory is
-    priced in the bound, and it is looked at only where memory leaves no plan of the other, or another than the fastest.
+    priced in the bound, and it is evaluated only where memory leaves no plan of the other, or another than the fastest.
     """
     if not _may_gather_in_each(context, branch):
         return []
@@ -311,8 +311,8 @@ def _gathering_in_each(context: SearchContext, branch: Branch, closer: Branch) -
 
 
 def left_behind(context: SearchContext, branch: Branch) -> list[Branch]:
-    """What no bound of a look that is left is one of: the same configuration with parameters gathered in each
-    micro-batch, where memory is priced in the look's bound.
+    """What no bound of a closed branch is one of: the same configuration with parameters gathered in each micro-batch,
+    where memory is priced in the branch's bound.
     """
     is_begun = branch.is_sought or math.isinf(branch.candidate.bound_s)
     if branch.free_s is None or is_begun or not _may_gather_in_each(context, branch):
@@ -327,7 +327,7 @@ def _may_gather_in_each(context: SearchContext, branch: Branch) -> bool:
 
 
 def _in_each(branch: Branch, bound_s: float) -> Branch:
-    """The look's configuration with parameters gathered in each micro-batch."""
+    """The branch's configuration with parameters gathered in each micro-batch."""
     return begin(replace(branch.candidate.config, unsharding=PER_MICRO_BATCH), bound_s, branch.pareto_frontier)
 
 
@@ -350,7 +350,7 @@ def _at_work(context: SearchContext, decision_graph: DecisionGraph, branch: Bran
 
 
 def _where_memory_counts(context: SearchContext, branch: Branch) -> Branch:
-    """The look at its first step alone if everything fits there: more recomputation only takes more time."""
+    """The branch at its first step alone if everything fits there: more recomputation only takes more time."""
     if branch.low == branch.high:
         return branch
     before = time.monotonic()
@@ -360,7 +360,7 @@ def _where_memory_counts(context: SearchContext, branch: Branch) -> Branch:
 
 
 def _bounded(context: SearchContext, branch: Branch, best: Incumbent | None) -> tuple[Branch, Bounds]:
-    """The look with the bound of the whole problem, bytes over the limit at a price; what it needs of memory."""
+    """The branch with the bound of the whole problem, bytes over the limit at a price; what it needs of memory."""
     before = time.monotonic()
     problem = branch.space.problem(context.limit_bytes, *branch.amounts)
     before = context.took("build", before)
@@ -416,7 +416,7 @@ def _for_pipeline(context: SearchContext, branch: Branch, best: Incumbent | None
 
 
 def _packed(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
-    """The look with the bound of equal blocks, each of which one rank has whole, where that may be higher."""
+    """The branch with the bound of equal blocks, each of which one rank has whole, where that may be higher."""
     pace = (
         None if is_reached(branch.candidate.bound_s, best) else packing(branch.space.pace, branch.space.decision_graph)
     )
@@ -429,7 +429,7 @@ def _packed(context: SearchContext, branch: Branch, best: Incumbent | None) -> B
 def _with_pipeline(
     context: SearchContext, branch: Branch, choices: tuple[int, ...] | None, best: Incumbent | None
 ) -> Branch:
-    """The look with a pipeline of these choices as its plan, if one is found that fits and is faster."""
+    """The branch with a pipeline of these choices as its plan, if one is found that fits and is faster."""
     if choices is None:
         return branch
     links = context.links(branch.space, choices)
@@ -487,16 +487,16 @@ def _whole(context: SearchContext, branch: Branch, best: Incumbent | None) -> Br
 def _split(branch: Branch) -> list[Branch]:
     """The same steps in parts.
 
-    Where a plan fits without more recomputation, its step and all others; else at the bends around the plan that is
-    known, or in the middle, since what is far from the best plan is often pruned together; between bends before,
-    at and after the plan, or in halves.
+    Where a plan fits without more recomputation, its step and all others; else at the breakpoints around the plan that
+    is known, or in the middle, since what is far from the best plan is often pruned together; between breakpoints
+    before, at and after the plan, or in halves.
     """
     step = branch.step if branch.choices is not None else -1
     if step == branch.low:
         cuts = [step, step + 1]
     elif branch.breakpoints:
         near = _around(branch.breakpoints, step) if step >= 0 else [branch.breakpoints[len(branch.breakpoints) // 2]]
-        cuts = [branch.low, *(cut for bend in near for cut in (bend, bend + 1))]
+        cuts = [branch.low, *(cut for end in near for cut in (end, end + 1))]
     else:
         middle = step if branch.low < step < branch.high else (branch.low + branch.high) // 2
         cuts = [branch.low, *([middle] if middle == step else []), middle + 1]
@@ -512,12 +512,12 @@ def _split(branch: Branch) -> list[Branch]:
 
 
 def _around(breakpoints: list[int], step: int) -> list[int]:
-    """The last bend up to a step, and the first from it on."""
-    return [*[bend for bend in breakpoints if bend <= step][-1:], *[bend for bend in breakpoints if bend >= step][:1]]
+    """The last breakpoint up to a step, and the first from it on."""
+    return [*[each for each in breakpoints if each <= step][-1:], *[each for each in breakpoints if each >= step][:1]]
 
 
 def _with_plan(context: SearchContext, branch: Branch, choices: tuple[int, ...] | None) -> Branch:
-    """The look with these choices as its plan, if they fit with some of its recomputation and are faster."""
+    """The branch with these choices as its plan, if they fit with some of its recomputation and are faster."""
     if choices is None:
         return branch
     decided = Decided(assignment_of(branch.space, choices), branch.space.decision_graph)
@@ -537,7 +537,7 @@ def _with_plan(context: SearchContext, branch: Branch, choices: tuple[int, ...] 
 
 
 def _first_that_fits(priced: Callable[[int], Evaluation], breakpoints: list[int], limit_bytes: int) -> int | None:
-    """The first step at which an assignment fits; between bends its peak changes evenly."""
+    """The first step at which an assignment fits; between breakpoints its peak changes evenly."""
     for low, high in itertools.pairwise((breakpoints[0], *breakpoints)):
         before, after = priced(low), priced(high)
         if before.feasible:
@@ -550,7 +550,7 @@ def _first_that_fits(priced: Callable[[int], Evaluation], breakpoints: list[int]
 
 
 def better(best: Incumbent | None, branch: Branch) -> Incumbent | None:
-    """The best plan known, with a look's."""
+    """The best plan known, or a branch's that is faster."""
     if branch.choices is None or branch.evaluation is None:
         return best
     if best is not None and branch.evaluation.time_s >= best.evaluation.time_s * (1 - 1e-9):
@@ -561,7 +561,7 @@ def better(best: Incumbent | None, branch: Branch) -> Incumbent | None:
 
 
 def close(branch: Branch, best: Incumbent | None) -> Branch:
-    """A candidate that is looked at no further."""
+    """A branch that is evaluated no further."""
     candidate = branch.candidate
     if math.isinf(candidate.bound_s):
         status = "infeasible"
@@ -575,12 +575,12 @@ def close(branch: Branch, best: Incumbent | None) -> Branch:
 
 
 def _target_s(best: Incumbent) -> float:
-    """Only plans below this are worth looking for: half of what counts as proved, so that reaching it proves."""
+    """Only plans below this are worth seeking: half of what counts as proved, so that reaching it proves."""
     return best.evaluation.time_s * (1 - PROVED / 2)
 
 
 def is_near(context: SearchContext, branch: Branch, best: Incumbent | None) -> bool:
-    """Whether a look need not be searched: it is bounded, and none of its plans can be faster by more than the gap."""
+    """Whether a branch need not be searched: it is bounded, and none of its plans can be faster by more than the gap."""
     return (
         branch.is_priced and best is not None and branch.candidate.bound_s >= best.evaluation.time_s * (1 - context.gap)
     )

@@ -115,9 +115,8 @@ def nothing_fits(
         when, longer = " before the time limit" * is_late, "Give a longer time_limit_s, or pin" if is_late else "Pin"
         return InfeasibleError(
             f"no plan that fits {cluster.name!r} was found{when}, but none was ruled out either: the minimum-memory "
-            "one seen "
-            f"({config}) needs {in_all_bytes(least.bytes)} of {in_all_bytes(limit)}. {longer} decisions to narrow "
-            "the search.",
+            f"one seen ({config}) needs {in_all_bytes(least.bytes)} of {in_all_bytes(limit)}. {longer} decisions to "
+            "narrow the search.",
             excess,
         )
     held = [t for node in graph.leaves if node.op == "param" for t in node.results]

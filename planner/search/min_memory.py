@@ -25,11 +25,11 @@ from planner.solve.choices import almost_lightest, lower_bounds, solve
 from planner.solve.problem import Problem, evaluate
 
 MIN_MEMORY_S = 10.0
-"""How long plans that need little are looked for when nothing fits; the least found is told."""
+"""How long plans that need little are sought when nothing fits; the least found is told."""
 SLACKS = (1.02, 1.05, 1.15)
-"""What is almost as lean counts so many times as much."""
+"""What counts at most so many times the least sum of bytes is almost as light."""
 EXACT_S = 5.0
-"""How long the fastest that is almost as lean is looked for, where it may be leaner than all that were met."""
+"""How long the fastest that is almost as light is sought, where it may need less memory than all that were met."""
 LEAST_SHARE = 0.75
 """A plan, followed, seldom needs less than this part of what the search adds up."""
 
@@ -53,7 +53,7 @@ class MinMemoryPlan:
 
 
 def begun(branches: list[Branch]) -> list[Branch]:
-    """A look at each configuration that was begun, in the order of what they need at least."""
+    """A branch of each configuration that was begun, in the order of what they need at least."""
     found: dict[ParallelConfig, Branch] = {}
     for branch in sorted(branches, key=lambda branch: branch.candidate.peak_bytes):
         if branch.formulated is not None:
@@ -64,17 +64,16 @@ def begun(branches: list[Branch]) -> list[Branch]:
 def min_memory_plans(
     context: SearchContext, branches: list[Branch], known: Sequence[MinMemoryPlan] = (), until: float = math.inf
 ) -> list[MinMemoryPlan]:
-    """Minimum-memory plans of looks at different divisions, the same whatever the memory limit unless time runs short.
+    """Minimum-memory plans of branches of different configurations, the same whatever the memory limit unless time runs
+    short.
 
     Of each amount of recomputation that is the lightest by the sum, and the fastest of those almost as light: what the
     lightest save, they may lose in reshardings, which the sum leaves out. Most recomputation comes first, and what can
-    hardly be as lean as the leanest that is ``known`` or found is left out. Of a step without micro-batches with
+    hardly need as little as the least that is ``known`` or found is left out. Of a step without micro-batches with
     the most recomputation the fastest is solved exactly where none was found yet that needs as little as its sum.
     """
-    frontier = itertools.zip_longest(*([(branch, bend) for bend in _breakpoints(branch)] for branch in branches))
-    steps = [
-        (each[0], each[0].pareto_frontier.steps[each[1]]) for rung in frontier for each in rung if each is not None
-    ]
+    by_branch = ([(branch, branch.pareto_frontier.steps[step]) for step in _breakpoints(branch)] for branch in branches)
+    steps = [each for together in itertools.zip_longest(*by_branch) for each in together if each is not None]
     minimal, seen = [*known], set[object]()
     for branch, recompute in steps:
         if minimal and time.monotonic() > until:
@@ -97,23 +96,23 @@ def min_memory_plans(
 
 
 def is_worth(context: SearchContext, branch: Branch, minimal: Sequence[MinMemoryPlan]) -> bool:
-    """Whether a plan of a look may be leaner than all these, or fit.
+    """Whether a plan of a branch may need less memory than all these, or fit.
 
-    With micro-batches nothing is simulated, so that none needs less than what all of the look's do by the sum.
+    With micro-batches nothing is simulated, so that none needs less than what all of the branch's do by the sum.
     """
     worth = _worth_bytes(context, minimal)
     return branch.candidate.peak_bytes <= (worth * LEAST_SHARE if _is_summed(context, branch) else worth)
 
 
 def _is_summed(context: SearchContext, branch: Branch) -> bool:
-    """Whether what plans of a look need is their sum: with micro-batches, with model data on the device, none is
+    """Whether what plans of a branch need is their sum: with micro-batches, with model data on the device, none is
     followed.
     """
     return branch.candidate.config.micro_batched and context.training.tier == "device"
 
 
 def _cannot_fit(context: SearchContext, branch: Branch) -> bool:
-    """Whether no plan of a look fits, without following any."""
+    """Whether no plan of a branch fits, without following any."""
     return _is_summed(context, branch) and branch.candidate.peak_bytes > context.cost.cluster.device.usable_bytes
 
 
@@ -208,7 +207,7 @@ def fastest_that_fits(minimal: list[MinMemoryPlan], usable_bytes: int) -> Incumb
 
 
 def bounds_s(branches: list[Branch]) -> dict[ParallelConfig, float]:
-    """Seconds that plans of each division take at least, however much memory there is."""
+    """Seconds that plans of each configuration take at least, however much memory there is."""
     found: dict[ParallelConfig, float] = {}
     for branch in branches:
         config = branch.candidate.config
@@ -220,5 +219,5 @@ def bounds_s(branches: list[Branch]) -> dict[ParallelConfig, float]:
 
 
 def free_s(branch: Branch) -> float:
-    """Seconds that plans of a look that was begun take at least, however much memory there is; infinite: none runs."""
+    """Seconds that plans of a branch that was begun take at least, however much memory there is; infinite: none runs."""
     return lower_bounds(branch.space.problem(None, branch.pareto_frontier.steps[0])).time_s

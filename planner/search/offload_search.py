@@ -38,9 +38,8 @@ def check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
     if (pipelines or pins.micro_batched) and pins.update == "backward":
         raise PinError(
             "pin 'update' is 'backward', but a micro-batched step has its gradients before the loss's backward says "
-            "by how "
-            "much they are scaled, so that none can be used earlier: pin 'update' 'after', or leave out pipelines, "
-            "'pipeline' and 'micro_batches'"
+            "by how much they are scaled, so that none can be used earlier: pin 'update' 'after', or leave out "
+            "pipelines, 'pipeline' and 'micro_batches'"
         )
     cluster.home(pins.tier == "disk")
 

@@ -1,7 +1,7 @@
 """Parallel configurations: pipeline stages, micro-batches and mesh axes, enumerated before any layout is chosen.
 
 A configuration is a number of pipeline stages, and the mesh of each with the number of micro-batches on it. All that is
-known of it without looking is :class:`Arithmetic`: no plan computes faster than all devices at their best.
+known of it without a problem is :class:`Arithmetic`: no plan computes faster than all devices at their best.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def without_micro_batches(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tu
 def micro_batched(
     cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_axes: int, pipelines: bool = False
 ) -> tuple[ParallelConfig, ...]:
-    """Every other division: stages among which so many blocks can be cut, and micro-batches that divide the batch.
+    """Every other configuration: stages among which so many blocks can be cut, and micro-batches that divide the batch.
 
     Of those whose parameters may be gathered once a step and in each micro-batch, the former.
 
@@ -132,7 +132,7 @@ def micro_batched(
 
 
 def check_pinned(pins: Pins, cluster: ClusterSpec, config: ParallelConfig, pipeline: Pipeline | None) -> None:
-    """Refuse a division, and how it runs if with micro-batches, that the pins leave no room for.
+    """Refuse a configuration, and how it runs if with micro-batches, that the pins leave no room for.
 
     Raises:
         PinError: names the pin and what there is instead.
@@ -275,7 +275,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def seeds(configs: tuple[ParallelConfig, ...], cluster: ClusterSpec, graph: Graph) -> list[ParallelConfig]:
-    """Shapes to look at first, one for each number of stages, and one of a step without micro-batches.
+    """Shapes to evaluate first, one for each number of stages, and one of a step without micro-batches.
 
     The last axis is a node or what there is of one, and micro-batches have one sample on each rank of the others. The
     first has just so many stages that the parameters of one, shared by the last axis, and their gradients take at most

@@ -1,8 +1,8 @@
 """Refines the best pipelined plan with the memory that it leaves.
 
-While divisions are compared, few pipelines of each are cut, of what solves the problem of a typical rank at one price
-of a byte. Between two prices what is held falls at once, often by half. So of the best division more are cut at
-the end: of what is fastest at any price, and of what is fastest within the limit, solved exactly.
+While configurations are compared, few pipelines of each are cut, of what solves the problem of a typical rank at one
+price of a byte. Between two prices what is held falls at once, often by half. So of the best configuration more are cut
+at the end: of what is fastest at any price, and of what is fastest within the limit, solved exactly.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LOWER = (0, 1, 2, 4, 8, 16)
 
 
 def refined(context: SearchContext, best: Incumbent, bound_s: float) -> Incumbent:
-    """The plan cut with more effort, or a faster one of its division, whenever parameters are gathered.
+    """The plan cut with more effort, or a faster one of its configuration, whenever parameters are gathered.
 
-    None is looked for where no plan is faster than ``bound_s`` by more than the gap, or where everything fits.
+    None is sought where no plan is faster than ``bound_s`` by more than the gap, or where everything fits.
     """
     before, config = time.monotonic(), best.config
     best = _cut_well(context, best)

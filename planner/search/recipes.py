@@ -20,7 +20,7 @@ from planner.search.parallel_config import ParallelConfig
 
 
 def by_recipe(context: SearchContext, branches: list[Branch], until: float) -> list[Branch]:
-    """The looks held to each recipe for their mesh, if no pin says what its axes are for; as many as time permits."""
+    """The branches held to each recipe for their mesh, if no pin says what its axes are for; as many as time permits."""
     if context.pins.sizes or context.pins.layers:
         return []
     found: list[Branch] = []
@@ -43,7 +43,7 @@ def _named(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def _held(context: SearchContext, branch: Branch, mesh: Mesh) -> Branch | None:
-    """The look held to the recipe of a named mesh; ``None`` where the recipe does not fit the model."""
+    """The branch held to the recipe of a named mesh; ``None`` where the recipe does not fit the model."""
     config = replace(branch.candidate.config, mesh=mesh)
     sizes = {axis.name: axis.size for axis in mesh.axes if axis.name != MICRO}
     for sequence_parallel in (True, None) if not sizes.keys().isdisjoint(sharing(WEIGHTS)) else (None,):
@@ -75,7 +75,7 @@ def _ways(decision: Choice | Layout) -> object:
 
 
 def _unnamed(config: ParallelConfig) -> tuple[object, ...]:
-    """What is equal of divisions whose axes have other names alone."""
+    """What is equal of configurations whose axes have other names alone."""
     return (
         config.stages,
         config.unsharding,

@@ -1,8 +1,8 @@
 """From a graph and a cluster to the best plan, with what is proved about it.
 
-ParallelConfigs of the cluster are looked at best first (:mod:`planner.search.branch_and_bound`), within a limit to a
-sum of bytes; what is found is simulated, and the limit moved to what then fits (:mod:`planner.search.memory_fitting`).
-Where model data are at home elsewhere than on the device, there is more to choose
+The cluster's parallel configurations are evaluated best first (:mod:`planner.search.branch_and_bound`), within a limit
+to a sum of bytes; what is found is simulated, and the limit moved to what then fits
+(:mod:`planner.search.memory_fitting`). Where the home of model data is not the device, there is more to choose
 (:mod:`planner.search.offload_search`).
 
 What does not depend on the mesh is found once (:mod:`planner.formulation.decisions`). Ctrl-C ends a search with

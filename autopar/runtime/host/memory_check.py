@@ -68,8 +68,7 @@ def check(found: Sequence[Room]) -> None:
         if sum(together) > each.host_has:
             raise InfeasibleError(
                 f"model data with their home on the host, and what goes with it, take {in_all_bytes(sum(together))} "
-                "of the "
-                f"memory of {each.machine!r} for its {len(together)} rank{'s' * (len(together) > 1)}, which has "
+                f"of the memory of {each.machine!r} for its {len(together)} rank{'s' * (len(together) > 1)}, which has "
                 f"{in_all_bytes(each.host_has)}, less than the cluster says: plan for what is there "
                 "(ClusterSpec.detect()), with more machines and pin 'zero' 3, or with pin 'offload' 'disk'",
                 sum(together) - each.host_has,

@@ -1,5 +1,4 @@
-"""Tiers: chunks of parameters and of gradients, at home in the host's memory or in files, and what of them is on the
-device.
+"""Memory of chunks: parameters and gradients in host memory or in files, and the device copies of those in use.
 
 On a machine without an accelerator the device is a budget of host memory: an :class:`Arena` counts there as everywhere
 what is on the device, and what moves is really copied.

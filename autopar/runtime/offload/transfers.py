@@ -17,8 +17,7 @@ from planner.solve.transfers import TransferSchedule
 A_STEP = "a new step"
 ON_DEMAND = (
     "a step goes another way than its transfer schedule (backward of several calls of the model at once, or a second "
-    "time): "
-    "until the next call parameters are fetched where they are used, which is slower"
+    "time): until the next call parameters are fetched where they are used, which is slower"
 )
 
 

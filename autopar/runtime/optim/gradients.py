@@ -47,10 +47,12 @@ class Holders:
 
 
 class _Shared(DTensor):
-    """Attributes:
-    holders: who holds gradients of the same model.
-    counts: whether this one counts here; not so where an earlier stage holds it too.
-    special: what is done in place of some functions of torch, given the function and its arguments.
+    """A DTensor of which other ranks may hold more: what is asked of it and concerns all is asked of all.
+
+    Attributes:
+        holders: who holds gradients of the same model.
+        counts: whether this one counts here; not so where an earlier stage holds it too.
+        special: what is done in place of some functions of torch, given the function and its arguments.
     """
 
     holders: Holders

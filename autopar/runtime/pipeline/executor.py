@@ -29,8 +29,7 @@ from planner.solve.pipeline.schedule import Action, is_left_over
 
 _NO_LOSS = (
     "a micro-batched step finds the gradients of one loss, the first scalar that the model returns, and backward was "
-    "asked "
-    "for those of another output: detach it, or add it to the loss inside the model or in loss_fn"
+    "asked for those of another output: detach it, or add it to the loss inside the model or in loss_fn"
 )
 _FROZEN = (
     "all parameters of this rank's stages were frozen after planning, and in a norm over all gradients or a GradScaler "

@@ -1,4 +1,4 @@
-"""Saved: what blocks save for backward that may leave the device in between.
+"""Activations that may be offloaded: what each block saves for backward and does not need in between.
 
 A storage may leave when the forward of a block is over and nothing but backward needs it from there on; it comes back
 for the first block in backward that saved it. Those that become free in the same block, and that the same blocks

@@ -1,4 +1,4 @@
-"""Asked: whether backward asks an instance of a block for anything that it gave up.
+"""Whether the backward of a block needs any activation that the block discarded, and so recomputes.
 
 A block that the loss reaches in part may have discarded only what the rest of it would need; then nothing of it runs
 again, and it gathers nothing again.

@@ -1,4 +1,4 @@
-"""Runs: instances of a folded graph that do, one after another, what others did a period before them.
+"""Finds the layers whose memory repeats that of layers before them, so that only some need be simulated.
 
 ``Assignment -> [Run]``. To be of one kind and one level of recomputation is not enough for that: in a run an instance
 also reads where its twin of a period before read, or what a period lies between, and its outputs are read for as long.

@@ -1,4 +1,4 @@
-"""Chunks: what of a model moves together if its data is at home elsewhere, and what moments of a step are called.
+"""Chunks: the parameters, gradients or activations of a block that move between host and device as one piece.
 
 A parameter that one block reads is in that block's chunk; one that several read, or that is converted before them, is
 in a chunk that enters the program before the first block, and its gradient leaves it when the last runs its backward.

@@ -1,5 +1,5 @@
-"""Offload: a step of a plan whose model data is with their home on the host or on disk: its transfer schedules, and
-what it takes.
+"""Step time under offload: makes each rank's transfer schedule, simulates it, and takes the fastest number of chunks
+that stay on the device.
 
 The step of every rank is a trace of chunks (:mod:`planner.analysis.offload.step_trace`), of which a transfer schedule
 says what moves when. Where the plan says *auto*, as many chunks stay on the device as make the step shortest, of a few
@@ -196,7 +196,7 @@ class WorkingSet:
 def largest_working_set(assignment: Assignment, memory: Usage | None, staged: Staged | None = None) -> WorkingSet:
     """That of the moment which needs the most: no smaller budget will do.
 
-    Where model data is with their home on the device, all of it is beside chunks.
+    Where model data has its home on the device, all of it is beside chunks.
 
     Args:
         memory: as in :func:`offloaded`.

@@ -1,5 +1,4 @@
-"""A step of one rank whose model data is with their home on the host or on disk, as a trace of chunks, moment by
-moment.
+"""Trace of a step under offload: which chunks one rank uses at each moment, if model data lies on host or disk.
 
 A chunk is an item of the trace, fetched for forward, and again for backward where autograd reads the parameters' own
 memory there; its gradients are another, made by backward and evicted. The host then updates all of them at once, or

@@ -1,4 +1,4 @@
-"""Chain: the blocks of an assignment, one after another, as a pipeline is cut from them.
+"""The blocks of an assignment in a row, with seconds and bytes of each, for a pipeline to be cut from.
 
 An assignment says how one stage's ranks share each block; here its blocks, in the order of the graph, become a chain of
 :class:`planner.solve.pipeline.stages.ChainBlock`: seconds and bytes of one micro-batch on one rank, with the levels of
@@ -59,8 +59,8 @@ class Link:
             does not hide it, the optimizer's update.
         held: what of the block's held bytes is of which use, see :data:`planner.analysis.memory.storages.USES`.
         input_bytes: what of them are inputs of the model, which every rank is given.
-        gradients: of the gradients that come when it runs its backward first, bytes by use; ``shared_gradients``: of
-            the leaves that it counts as its own and others read too, by name.
+        gradients: of the gradients that come when it runs its backward first, bytes by use.
+        shared_gradients: the same of the leaves that it counts as its own and others read too, by name.
         levels: for each way to save, the level of recomputation that it is.
         working_bytes: for each way to save, what its operators need while they run and what it has recomputed.
         gathered_bytes: for each way to save, how much of that is parameters gathered for this micro-batch.
@@ -68,11 +68,11 @@ class Link:
         coming_again_bytes: for each way to save, of those that are on their way in backward, to be gathered again.
         gathered_s: for each way to save, what of its recomputing is gathering parameters again.
         saved: for each way to save and each operator, which of its tensors it saves; leaves are not among them.
-        at_end_bytes: what is there besides at the end of the step, when gradients are reduced; ``reduced_bytes``: and
-            while those of the block are, which go together.
+        at_end_bytes: what is there besides at the end of the step, when gradients are reduced.
+        reduced_bytes: and while those of the block are, which go together.
         parted_bytes: what a backward in two parts keeps of a micro-batch for the second one, beside what is saved.
-        sent_bytes: of what is sent on behind the block, where a stage ends there; returned_bytes: of the gradients that
-            come back.
+        sent_bytes: of what is sent on behind the block, where a stage ends there.
+        returned_bytes: of the gradients that come back.
         shared: the leaves that other blocks read too, by name. The first block that reads one counts it as its own.
         uses: of the parameters that several operators of the model read.
     """

@@ -1,4 +1,4 @@
-"""GatheredParameters: the parameters that a block takes gathered for a micro-batch, and what else is there while it
+"""Gathered parameters: those that a block takes gathered for a micro-batch, and what else is there while it
 works.
 
 ``(Assignment, block) -> bytes``. Of a micro-batched step: what is held from forward to backward beside activations, and

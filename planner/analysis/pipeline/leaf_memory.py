@@ -1,4 +1,4 @@
-"""Leaves: what a rank holds of parameters, buffers, inputs and outputs in a micro-batched step, one by one, and when.
+"""Memory of parameters, buffers, inputs and outputs on one rank of a micro-batched step, tensor by tensor.
 
 ``(Assignment, block) -> bytes``. A leaf is held with the first block that reads it: as it is stored, with the
 optimizer's state; in the layout in which operators use it, where it is gathered once a step; and as often as the
@@ -172,7 +172,7 @@ class Leaves:
         return not self.is_read_elsewhere(name) and all(is_whole)
 
     def _stored(self, name: str, whole: int, *, is_late: bool) -> Parts:
-        """Of a leaf as it is stored, in all versions if it is used so; nothing of one that is with their home on the
+        """Of a leaf as it is stored, in all versions if it is used so; nothing of one whose home is the
         host.
 
         Args:

@@ -1,5 +1,4 @@
-"""PeakReport: what is alive on the rank of highest peak of a micro-batched step, at its fullest moment, tensor by
-tensor.
+"""Lists what is live, tensor by tensor, when the fullest pipeline rank of a micro-batched step is at its peak.
 
 ``(Assignment, Staged) -> PeakReport``. What a micro-batched step holds is added up, not followed
 (:mod:`planner.analysis.pipeline.rank_memory`); here every term of that sum has its name, so that together they are the

@@ -1,4 +1,4 @@
-"""LiveMemory: what each rank of a pipeline holds in a micro-batched step, term by term.
+"""Memory of each pipeline rank through a micro-batched step: its peak, and what that consists of.
 
 ``(links, Pipeline, Cut) -> bytes of every rank at its fullest``. While a rank computes it holds, all at once:
 

@@ -85,8 +85,7 @@ def unshardings(zero: Zero | None) -> tuple[Unsharding, ...]:
     if 3 in ways and ways & {1, 2}:
         raise PinError(
             f"pin 'zero' is {zero}, but with micro-batches all parameters that are sharded are gathered once a step "
-            "(1, 2), or "
-            "all in each micro-batch (3): pin one of both, and others to 0"
+            "(1, 2), or all in each micro-batch (3): pin one of both, and others to 0"
         )
     if 3 in ways:
         return (PER_MICRO_BATCH,)

@@ -239,7 +239,7 @@ class ParetoFrontier:
 
     def between(self, low: int, high: int) -> list[Recompute]:
         """The amounts from step ``low`` to step ``high`` between which what is held changes evenly."""
-        return [self.steps[step] for step in (low, *(bend for bend in self.breakpoints if low < bend < high), high)]
+        return [self.steps[at] for at in (low, *(step for step in self.breakpoints if low < step < high), high)]
 
     def unfolded(self, numbers: Sequence[tuple[int, int]]) -> ParetoFrontier:
         """The same for a folding in which every instance is a kind of its own; see :func:`apart`."""

@@ -38,7 +38,8 @@ class OpDetail:
     Attributes:
         path: the owning module, ``*`` where the instances of the block differ.
         stands_for: what the ``*`` are, see :func:`planner.formulation.decision_names.fillings`; empty where there is
-        one instance. meaning: per axis, what the strategy shards, in words: ``batch``, ``sequence``, ``columns`` ...
+            one instance.
+        meaning: per axis, what the strategy shards, in words: ``batch``, ``sequence``, ``columns`` ...
         operands: (where it comes from, layout in which the operator takes it).
         results: layout of each result.
         shape: of the first result, whole.

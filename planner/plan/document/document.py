@@ -224,8 +224,7 @@ class Document:
         if self.pipeline is None:
             raise PlanError(
                 "this plan runs without micro-batches, forward once and backward once, so that it has no schedule to "
-                "draw: "
-                "print(plan) says what its step takes by use and by block; plan with pipelines=True or "
+                "draw: print(plan) says what its step takes by use and by block; plan with pipelines=True or "
                 'pin={"micro_batches": 4} for one with micro-batches'
             )
         times, pipeline = self.times, self.pipeline

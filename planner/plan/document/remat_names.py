@@ -134,8 +134,7 @@ def read_by_number(plan: Document, space: Space) -> tuple[Level, ...]:
             if number >= len(found) or name not in known or is_alone:
                 raise PlanError(
                     f"the plan recomputes block {number} at level {name!r}; levels are "
-                    f"{' and '.join(map(repr, known))}, "
-                    f"and only blocks below {len(found)} that repeat recompute"
+                    f"{' and '.join(map(repr, known))}, and only blocks below {len(found)} that repeat recompute"
                 )
             found[number] = known[name]
     return tuple(found)

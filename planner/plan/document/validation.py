@@ -31,8 +31,7 @@ def check_consistent(plan: Document) -> None:
     if plan.transfer_schedules and plan.pipeline is not None and plan.unsharding.once_per_step:
         raise PlanError(
             "the plan has transfer schedules, by which parameters come for each micro-batch, and its pipeline gathers "
-            "them "
-            f"{plan.unsharding.name!r}: {MEND}"
+            f"them {plan.unsharding.name!r}: {MEND}"
         )
     stages = 1 if plan.pipeline is None else plan.pipeline.ranks
     if plan.transfer_schedules and len(plan.transfer_schedules) != stages:

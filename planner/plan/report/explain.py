@@ -243,8 +243,7 @@ def explain(
     if document.pipeline is not None:
         remark = (
             "This plan runs micro-batched (micro-batches, or the stages of a pipeline): figures of operators are "
-            "those of "
-            "one micro-batch, and what the next best would cost is not worked out."
+            "those of one micro-batch, and what the next best would cost is not worked out."
         )
     elif document.assignment is not None:
         rival = _Rival(document.assignment, time.monotonic() + time_limit_s)

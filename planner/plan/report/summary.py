@@ -215,7 +215,7 @@ def pinned(document: Document) -> list[str]:
 
 
 def offloads(document: Document) -> str:
-    """What is with their home on the host or on disk, and what a step moves, on all ranks of a pipeline together."""
+    """What has its home on the host or on disk, and what a step moves, on all ranks of a pipeline together."""
     tables = document.transfer_schedules
     moved = [(way, size) for table in tables for (_, way), size in table.bytes_moved.items()]
     sizes = {way: sum(size for each, size in moved if each == way) for way in ("fetch", "evict")}

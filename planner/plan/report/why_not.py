@@ -63,9 +63,9 @@ class WhyNot:
         mesh: of the best plan around the recipe; empty if there is none.
         extra_s, extra_bytes: what that plan takes more than the plan; infinite and 0 if there is none.
         uses_s, uses_bytes: the same by use, see :class:`planner.analysis.prediction.Prediction`; what does not differ
-        is left out. blocks: the same by distinct block. Empty where one of both runs micro-batched: there the busiest
-        rank decides, and
-            not every block is on it.
+            is left out.
+        blocks: the same by distinct block. Empty where one of both runs micro-batched: there the busiest rank decides,
+            and not every block is on it.
         proven: whether both plans are proven to be the best.
         pinned: what the plan was pinned to that the recipe does not pin alike, but for sizes of axes that agree.
         looked: whether the plan's search looked at micro-batched steps; or that plan takes one micro-batch.

@@ -68,7 +68,7 @@ class _Reduction:
         self._moved: dict[tuple[int, bytes], tuple[Floats, Floats]] = {}
         self._near: list[dict[int, Floats]] = [{} for _ in model.singles]
         for (tail, head), costs in model.pairs.items():
-            self._near[tail][head], self._near[head][tail] = costs, self._micro_batch(costs)
+            self._near[tail][head], self._near[head][tail] = costs, self._transpose(costs)
         self._alive = dict.fromkeys(range(len(model.singles)))
         self._settled: list[Settled] = []
         self._pairs_to_see = dict.fromkeys(reversed(model.pairs))
@@ -137,7 +137,7 @@ class _Reduction:
             found = self._shapes[id(costs)] = costs, _shape(costs)
         return found[1]
 
-    def _micro_batch(self, costs: Floats) -> Floats:
+    def _transpose(self, costs: Floats) -> Floats:
         """The costs seen from the other end."""
         if id(costs) not in self._transposed:
             transposed = costs.transpose(1, 0, 2)
@@ -159,8 +159,8 @@ class _Reduction:
     def _link(self, v: int, u: int, costs: Floats) -> None:
         """Set the costs of a pair."""
         if v > u:
-            v, u, costs = u, v, self._micro_batch(costs)
-        self._near[v][u], self._near[u][v] = costs, self._micro_batch(costs)
+            v, u, costs = u, v, self._transpose(costs)
+        self._near[v][u], self._near[u][v] = costs, self._transpose(costs)
         self._pairs_to_see[v, u] = None
         self._touch(v, u)
 

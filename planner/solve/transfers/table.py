@@ -1,4 +1,4 @@
-"""TransferSchedule: what is moved between the device and the tiers on entering each moment of a step, as data.
+"""The transfer schedule: what is moved between the device and the tiers on entering each moment of a step, as data.
 
 On entering a moment on the device, in this order: items are dropped; evictions are started; those that must be finished
 are waited for; items of which nothing is read are made (memory without contents); fetches are started; those that must

@@ -119,7 +119,6 @@ def test_the_figures_on_the_page_on_offload_are_todays(offloaded: Callable[..., 
     text = " ".join(OFFLOAD.read_text(encoding="utf-8").split())
     assert (
         f"This model's data alone are {4 * once / 2**20:.0f} MiB; without the pin the error says that the "
-        "minimum-memory plan "
-        f"found needs {float(leanest[1]):.0f} MiB."
+        f"minimum-memory plan found needs {float(leanest[1]):.0f} MiB."
     ) in text
     assert f"in the example {in_bytes(fetched)} come instead of {once / 2**20:.1f}." in text

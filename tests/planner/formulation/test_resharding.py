@@ -144,7 +144,7 @@ def test_routes_obey_the_triangle_inequality():
 
 
 def test_partial_sums_are_never_made_up():
-    """NothingFits but a whole value turns into terms of a sum, and shards never do."""
+    """Nothing but a whole value turns into terms of a sum, and shards never do."""
     found = table(Mesh.of(a=2))
     assert np.isfinite(found.forward_s[found.index[(R,)], found.index[(P,)]])
     assert all(step.src in (R, I) for step in found.route((Shard(0),), (P,)) if step.dst == P)

@@ -378,7 +378,7 @@ def test_2bw_needs_as_many_micro_batches_as_stages(micro_batches: int, stages: i
         searched(cluster(8), {"schedule": "2bw", "pipeline": stages, "micro_batches": micro_batches})
 
 
-def test_shapes_are_every_division() -> None:
+def test_shapes_are_every_configuration() -> None:
     configs = micro_batched(cluster(8), Pins(), GRAPH, len(fold(GRAPH).instances), 2)
     assert len(set(configs)) == len(configs)
     assert {config.stages for config in configs} == {1, 2, 4, 8}
