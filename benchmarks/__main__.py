@@ -188,7 +188,7 @@ def peaks() -> None:
     )
     _write_peaks("memory", "Predicted against observed memory", notes, memory.compare(), facts)
     notes = (
-        "Predicted peak bytes over those that are alive on the rank of highest peak of the pipeline while it takes a "
+        "Predicted peak bytes over those that are alive on the fullest rank of the pipeline while it takes a "
         "step, with parameters and AdamW's state. What is predicted is added up, and meant to be no less: all that is "
         "saved counts beside the neediest block. With gpipe gradients count from the first backward on."
     )
@@ -247,7 +247,7 @@ def steps(name: str, title: str, cases: Sequence[step_time.Case]) -> None:
         f"{shape.hidden}, {shape.vocab} tokens of vocabulary, {shape.batch} x {shape.sequence} tokens, float32. "
         f"Medians of {case.steps} steps, taken alternately in one run; of {STARTS} starts the one of median ratio. "
         "CPU seconds are those of the busiest rank: they say what each side costs where the wall clock also measures "
-        "other users of the machine. *StorageTracker*: as the C library comes, or kept between steps."
+        "other users of the machine. *Heap*: as the C library comes, or kept between steps."
     )
     print(record.write(name, title, notes, rows, [asdict(r) for r in results], facts), flush=True)
 

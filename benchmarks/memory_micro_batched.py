@@ -2,7 +2,7 @@
 
 Every model of the zoo that is trained with micro-batches, under several plans: each rank of the pipeline in turn takes
 two steps of AdamW and then another while what is alive is counted, in a process group that moves no data. Observed is
-the rank of highest peak's peak; predicted is what the plan says. ``python -m benchmarks memory`` runs this too.
+the fullest rank's peak; predicted is what the plan says. ``python -m benchmarks memory`` runs this too.
 """
 
 from __future__ import annotations

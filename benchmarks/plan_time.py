@@ -21,7 +21,7 @@ from autopar.driver.plan import assign, plan_traced
 from autopar.driver.trace import Traced, trace
 from autopar.emit.block_program import STATE
 from autopar.emit.rewrite import rewrite
-from autopar.graph.interpreter import no_garbage
+from autopar.graph.cpython import no_garbage
 from autopar.runtime.spmd.mesh import device_mesh, groups_of
 from autopar.runtime.spmd.random_state import RandomState
 from autopar.runtime.spmd.run_state import RunState

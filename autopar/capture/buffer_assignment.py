@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.graph.module_walk import Walk
+from autopar.graph.module_walk import ModuleWalk
 from planner.base.errors import CaptureError
 
 Place = tuple[str, nn.Module, str]
 """The module's name, the module, and the name of one of its buffers."""
 
 
-def buffers(walk: Walk) -> dict[Place, Tensor]:
+def buffers(walk: ModuleWalk) -> dict[Place, Tensor]:
     """Every buffer that a model holds."""
     return {
         (path, module, name): buffer
@@ -45,7 +45,7 @@ def written_in_place(model: nn.Module) -> Iterator[None]:
     before: dict[Place, Tensor] = {}
 
     def remember(*_: Any) -> None:
-        before.update(buffers(Walk(model)))
+        before.update(buffers(ModuleWalk(model)))
 
     def write(*_: Any) -> None:
         changed = assigned(before)

@@ -37,8 +37,8 @@ from autopar.capture.repeats.repeats import Repeats
 from autopar.functions.applying import Applied, carrying
 from autopar.functions.carry import Carried
 from autopar.graph import dump
-from autopar.graph.interpreter import no_garbage
-from autopar.graph.module_walk import Walk
+from autopar.graph.cpython import no_garbage
+from autopar.graph.module_walk import ModuleWalk
 from autopar.graph.program import Program, expand
 from autopar.graph.tensors import storage_of
 from planner.base.errors import CaptureError, InputError
@@ -182,7 +182,7 @@ def capture(
         if args:
             raise InputError("loss_fn needs the example inputs by name: pass example_kwargs instead of example_args")
         whole = _WithLoss(model, loss_fn)
-    walk, device = Walk(whole), _device_of(model)
+    walk, device = ModuleWalk(whole), _device_of(model)
     # Export takes one tensor passed twice (labels=input_ids) for one input; copies keep them apart.
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(device, copy=True), (args, kwargs))
     if fold and not _keeps_statistics(walk):
@@ -198,7 +198,7 @@ def capture(
     return captured
 
 
-def _capture_folded(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def _capture_folded(model: nn.Module, walk: ModuleWalk, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Capture with the calls of equal submodules traced once.
 
     Raises:
@@ -234,7 +234,7 @@ def _shares_memory(constants: Iterable[Any], tensors: Iterable[torch.Tensor]) ->
     return bool(found) and any(t.layout == torch.strided and storage_of(t) in memory for t in tensors)
 
 
-def _capture_whole(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def _capture_whole(model: nn.Module, walk: ModuleWalk, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     whole = walk.model
     applied: Applied = {}
     try:
@@ -248,7 +248,7 @@ def _capture_whole(model: nn.Module, walk: Walk, args: tuple[Any, ...], kwargs: 
     return _captured(exported, model, Repeats(walk, []), applied)
 
 
-def _keeps_statistics(walk: Walk) -> bool:
+def _keeps_statistics(walk: ModuleWalk) -> bool:
     """Whether the forward writes running statistics, which only a whole graph follows."""
     norms = tuple(kind for kind in {type(m) for _, m in walk.modules} if issubclass(kind, _NormBase))
     return any(m.training and m.track_running_stats for _, m in walk.modules if isinstance(m, norms))
@@ -284,7 +284,12 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _export(
-    model: nn.Module, walk: Walk, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], applied: Applied
+    model: nn.Module,
+    walk: ModuleWalk,
+    called: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    applied: Applied,
 ) -> ExportedProgram:
     """Export ``called``, which is the walk's model or calls it; ``model`` is the user's."""
     with warnings.catch_warnings(), _caches_off(model, walk), _masks_not_read(), without_torchs_notes():
@@ -294,7 +299,7 @@ def _export(
 
 
 @contextlib.contextmanager
-def _restored(walk: Walk) -> Iterator[Snapshot]:
+def _restored(walk: ModuleWalk) -> Iterator[Snapshot]:
     """Leave the model as it was."""
     before = Snapshot(walk)
     try:
@@ -304,9 +309,9 @@ def _restored(walk: Walk) -> Iterator[Snapshot]:
 
 
 @contextlib.contextmanager
-def _caches_off(model: nn.Module, walk: Walk | None = None) -> Iterator[None]:
+def _caches_off(model: nn.Module, walk: ModuleWalk | None = None) -> Iterator[None]:
     """Transformers configurations ask for key-value caches by default; training graphs have none."""
-    modules = (walk or Walk(model)).modules
+    modules = (walk or ModuleWalk(model)).modules
     each = {id(config): config for config in _configs([model, *(module for _, module in modules)])}
     configs = [config for config in each.values() if getattr(config, "use_cache", False)]
     for config in configs:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.graph.module_walk import Walk
+from autopar.graph.module_walk import ModuleWalk
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque, tuple, frozenset)
 """Built-in classes of containers, each before those that it derives from."""
@@ -44,7 +44,7 @@ class Snapshot:
         had_new_tensors: whether the model held tensors, when it was restored, that it does not hold now.
     """
 
-    def __init__(self, walk: Walk):
+    def __init__(self, walk: ModuleWalk):
         self.had_new_tensors = False
         self._own = _Held([vars(walk.model)])
         kinds = dict.fromkeys(type(module) for _, module in walk.modules)

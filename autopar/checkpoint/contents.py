@@ -77,7 +77,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Held:
+class ModuleContents:
     """What this rank holds of a module.
 
     Attributes:
@@ -92,7 +92,7 @@ class Held:
     parameters: dict[int, str]
 
     @staticmethod
-    def of(module: nn.Module, ranks: Ranks) -> Held:
+    def of(module: nn.Module, ranks: Ranks) -> ModuleContents:
         """Of any module; one that is not parallel is the same on all ranks.
 
         Raises:
@@ -107,7 +107,7 @@ class Held:
                 if name in own
             }
             aliases = {name: first for name, first in module.names.items() if name != first and first in parts}
-            return Held(module, parts, {n: first for n, first in aliases.items() if n in own}, parameters)
+            return ModuleContents(module, parts, {n: first for n, first in aliases.items() if n in own}, parameters)
         parts, aliases = {}, {}
         names: dict[int, str] = {}
         for name, tensor in own.items():
@@ -123,7 +123,7 @@ class Held:
                 parts[name] = Part.whole(tensor.detach(), ranks.rank, ranks.size)
             else:
                 aliases[name] = first
-        return Held(module, parts, aliases, parameters)
+        return ModuleContents(module, parts, aliases, parameters)
 
     def index(self) -> Index:
         """What there is beside tensors, without an optimizer."""
@@ -141,7 +141,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HeldState:
+class OptimizerContents:
     """What this rank holds of an optimizer's state.
 
     Attributes:
@@ -152,10 +152,10 @@ class HeldState:
     optimizer: Any
     state: dict[str, Any]
     named: dict[int, tuple[str, Tensor]]
-    held: Held
+    held: ModuleContents
 
     @staticmethod
-    def of(optimizer: Any, held: Held) -> HeldState:
+    def of(optimizer: Any, held: ModuleContents) -> OptimizerContents:
         """Of any optimizer over parameters of the module.
 
         Raises:
@@ -178,7 +178,7 @@ class HeldState:
                         "make it from the parameters of the module that is given with it"
                     )
                 named[number] = name, parameter
-        return HeldState(optimizer, state, named, held)
+        return OptimizerContents(optimizer, state, named, held)
 
     @property
     def groups(self) -> list[tuple[dict[str, Any], list[str]]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.checkpoint.contents import MODEL, OPTIM, Held, HeldState, Index, same
+from autopar.checkpoint.contents import MODEL, OPTIM, Index, ModuleContents, OptimizerContents, same
 from autopar.checkpoint.files import Stored
 from autopar.checkpoint.parts import Part, boxes
 from autopar.checkpoint.save import idle
@@ -54,7 +54,7 @@ def load_checkpoint(
     found: list[_Load] = []
 
     def check() -> tuple[set[str], set[str]]:
-        load = _Load.of(Stored.open(path), Held.of(module, ranks), optimizer)
+        load = _Load.of(Stored.open(path), ModuleContents.of(module, ranks), optimizer)
         _check_extra(load.extra, extra or {})
         found.append(load)
         return load.names
@@ -79,15 +79,15 @@ class _Load:
     """
 
     stored: Stored
-    held: Held
+    held: ModuleContents
     index: Index
     extra: dict[str, Any]
     wanted: dict[str, Part]
-    state: HeldState | None
+    state: OptimizerContents | None
     renewed: dict[str, Any]
 
     @staticmethod
-    def of(stored: Stored, held: Held, optimizer: Any) -> _Load:
+    def of(stored: Stored, held: ModuleContents, optimizer: Any) -> _Load:
         """Everything that this rank takes; raises :class:`CheckpointError` where it does not fit."""
         contents = dict(stored.contents)
         extra = contents.pop("extra")
@@ -101,7 +101,7 @@ class _Load:
                 f"the checkpoint {str(stored.path)!r} was saved without an optimizer: load it without one, or save "
                 "with save_checkpoint(path, module, optimizer)"
             )
-        state = HeldState.of(optimizer, held)
+        state = OptimizerContents.of(optimizer, held)
         values, parts = _state(stored, index, state)
         groups = [_group(number, group, index, state) for number, group in enumerate(state.state["param_groups"])]
         return _Load(
@@ -193,7 +193,7 @@ def _check(stored: Stored, wanted: Mapping[str, Part]) -> None:
             )
 
 
-def _state(stored: Stored, index: Index, state: HeldState) -> tuple[dict[int, dict[str, Any]], dict[str, Part]]:
+def _state(stored: Stored, index: Index, state: OptimizerContents) -> tuple[dict[int, dict[str, Any]], dict[str, Part]]:
     """The new state of this rank's parameters, still to be read, and what is to be read into it."""
     assert index.state is not None
     values: dict[int, dict[str, Any]] = {}
@@ -216,7 +216,7 @@ def _state(stored: Stored, index: Index, state: HeldState) -> tuple[dict[int, di
     return values, wanted
 
 
-def _group(number: int, group: Mapping[str, Any], index: Index, state: HeldState) -> dict[str, Any]:
+def _group(number: int, group: Mapping[str, Any], index: Index, state: OptimizerContents) -> dict[str, Any]:
     """A group of the optimizer with the options that its parameters were saved with."""
     names = {index.first(state.named[n][0]) for n in group["params"]}
     saved = [options for options, members in index.groups if names & set(members)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.checkpoint import files
-from autopar.checkpoint.contents import MODEL, Held, HeldState, Index
+from autopar.checkpoint.contents import MODEL, Index, ModuleContents, OptimizerContents
 from autopar.checkpoint.parts import Box, Part, pieces
 from autopar.checkpoint.together import Ranks
 from autopar.runtime.host.disk import check_there
@@ -250,11 +250,11 @@ class _Share:
 def _prepare(
     path: Path, module: nn.Module, optimizer: Any, ranks: Ranks, extra: Mapping[str, Any] | None, found: list[_Contents]
 ) -> _Offer:
-    held = Held.of(module, ranks)
+    held = ModuleContents.of(module, ranks)
     parts = {MODEL + name: part for name, part in held.parts.items()}
     index = held.index()
     if optimizer is not None:
-        state = HeldState.of(optimizer, held)
+        state = OptimizerContents.of(optimizer, held)
         more, index.state = state.saved()
         parts.update(more)
         index.groups = state.groups

@@ -18,7 +18,7 @@ from autopar.driver.rank_agreement import arguments, captured, check_alike
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import build
 from autopar.emit.initialization import Source, part_maker
-from autopar.graph.interpreter import on_one_stack
+from autopar.graph.cpython import on_one_stack
 from autopar.runtime.host.disk import check_given, open_disk
 from autopar.runtime.host.memory_check import check_room
 from autopar.runtime.module import ParallelModule

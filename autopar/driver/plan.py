@@ -15,7 +15,7 @@ from autopar.driver.arguments import Fold, Progress, check_arguments, check_sear
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched
 from autopar.emit.stage_programs import check_micro_batched
-from autopar.graph.interpreter import no_garbage, on_one_stack
+from autopar.graph.cpython import no_garbage, on_one_stack
 from planner.analysis.memory import usage
 from planner.analysis.prediction import predict, predict_micro_batched
 from planner.base.errors import InputError, PlanError

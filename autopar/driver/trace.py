@@ -12,7 +12,7 @@ from torch import nn
 from autopar.capture.capture import Captured, LossFn, capture
 from autopar.capture.lowering import lower
 from autopar.driver.arguments import Fold
-from autopar.graph.interpreter import no_garbage, on_one_stack
+from autopar.graph.cpython import no_garbage, on_one_stack
 from planner.base.errors import InputError
 from planner.ir.graph import Graph
 from planner.plan.document.fingerprint import model_facts

@@ -148,7 +148,7 @@ class Root:
 
     def _gatherings(self, block: Block) -> dict[int, fx.Node]:
         """Those of a block, by the number of their chunk, made before the block before is called, which starts them."""
-        graph, found, chunks = self.body.graph, {}, self.assignment.chunks(block)
+        graph, found, chunks = self.body.graph, {}, self.assignment.gather_buckets(block)
         before, previous = self._before
         for number, place in self.assignment.ahead(block).items():
             chunk = chunks[number]
@@ -165,9 +165,9 @@ class Root:
         in two parts, those that each of these gathers.
         """
         of_weights = self.assignment.space.micro_batched
-        brought = gathered_again(self.assignment, instance, level, of_weights)
-        chunks = self.assignment.chunks(instance.block)
-        return [number for number in self.assignment.ahead(instance.block) if not brought.isdisjoint(chunks[number])]
+        again = gathered_again(self.assignment, instance, level, of_weights)
+        chunks = self.assignment.gather_buckets(instance.block)
+        return [number for number in self.assignment.ahead(instance.block) if not again.isdisjoint(chunks[number])]
 
     def enter(self, number: int, chunks: Collection[Chunk]) -> dict[Ref, fx.Node]:
         """Have the parameters of a block on the device, or those that enter before all blocks, if parameters move;

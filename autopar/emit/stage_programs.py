@@ -179,7 +179,10 @@ class Outline:
         """The layout of a parameter that micro-batches gather: stored, apart from where its gradient is summed once."""
         routes = [self.assignment.shared_route(parameter)]
         routes += [
-            chunk[parameter] for block in self.blocks for chunk in self.assignment.chunks(block) if parameter in chunk
+            bucket[parameter]
+            for block in self.blocks
+            for bucket in self.assignment.gather_buckets(block)
+            if parameter in bucket
         ]
         found = self.assignment.produced(parameter)
         for route in routes:
@@ -229,7 +232,7 @@ class Outline:
         results = []
         for block in self.blocks:
             body.ready.clear()
-            body.bring_parameters(block)
+            body.gather_parameters_of(block)
             for node in block.nodes:
                 for position, ref in enumerate(node.inputs):
                     key = ref, self.assignment.choice(node).operands[position]
@@ -325,7 +328,7 @@ class Outline:
         return ""
 
     def _program_of_stored(self) -> fx.GraphModule:
-        """(parameters, leaves, received values, counts) -> (sent values, outputs); each block brings its own."""
+        """(parameters, leaves, received values, counts) -> (sent values, outputs); each block gathers its own."""
         numbers = self.cut.numbers[self.number]
         root = Root(self.targets, self.assignment, self.groups, self.device, self.received, numbers[-1])
         body, first = root.body, before(self.number)

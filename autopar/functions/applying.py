@@ -22,7 +22,7 @@ from autopar.functions.carry import APPLIED, APPLY, Carried, apply
 from autopar.functions.declared import DECLARED
 from autopar.functions.outside import belonging
 from autopar.functions.static import Hole, code
-from autopar.graph.module_walk import Walk
+from autopar.graph.module_walk import ModuleWalk
 from planner.base.errors import CaptureError
 
 Applied = dict[tuple[object, ...], Carried]
@@ -38,7 +38,7 @@ class _Instead:
 
 
 @contextlib.contextmanager
-def carrying(model: nn.Module, walk: Walk, applied: Applied) -> Iterator[None]:
+def carrying(model: nn.Module, walk: ModuleWalk, applied: Applied) -> Iterator[None]:
     """While inside, calls of Functions are recorded as operators; ``applied`` is given them, and owns them.
 
     Those that torch brings are its own concern, and what runs under ``no_grad`` needs no backward, unless it was

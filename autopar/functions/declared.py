@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from autopar.functions.observe import Observed
+from autopar.functions.observe import ObservedFunction
 from planner.base.errors import CaptureError, InputError
 
 ANY = "..."
@@ -37,7 +37,7 @@ class Declared:
     whole: frozenset[str] = frozenset()
     dtypes: tuple[torch.dtype | None, ...] = (None,)
     linear_backward: bool = False
-    observed: Observed | None = None
+    observed: ObservedFunction | None = None
 
     def expanded(self, shapes: Sequence[Sequence[int]]) -> Declared:
         """With a name for each of the dims that ``...`` stands for in operands of such shapes."""

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.functions.carry import Carried
-from autopar.functions.observe import Observed, observe
+from autopar.functions.observe import ObservedFunction, observe
 from autopar.functions.outside import Watching, refuse_reach
 from planner.base.errors import CaptureError
 from planner.ir.graph import TensorType
@@ -91,7 +91,7 @@ def _describe(carried: Carried, operands: Sequence[Operand], results: Sequence[T
     return Description(tuple(arguments.items()), shown.ungraded, shown.untrained, seen is None)
 
 
-def _observed(carried: Carried, operands: Sequence[Operand]) -> Observed | None:
+def _observed(carried: Carried, operands: Sequence[Operand]) -> ObservedFunction | None:
     """What a Function does on tensors without data; ``None`` if its forward does not run on them.
 
     Raises:
@@ -118,8 +118,8 @@ def _observed(carried: Carried, operands: Sequence[Operand]) -> Observed | None:
     return found
 
 
-def _anything(operands: Sequence[Operand], results: Sequence[TensorType]) -> Observed:
+def _anything(operands: Sequence[Operand], results: Sequence[TensorType]) -> ObservedFunction:
     """Of a kernel that nobody sees into: it keeps all that floats."""
     floating = [f"in{place}" for place, operand in enumerate(operands) if operand.dtype.is_floating_point]
     floating += [f"out{place}" for place, result in enumerate(results) if is_floating(result)]
-    return Observed(tuple(t.shape for t in results), saves=tuple(floating))
+    return ObservedFunction(tuple(t.shape for t in results), saves=tuple(floating))

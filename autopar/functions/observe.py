@@ -22,7 +22,7 @@ from planner.base.errors import CaptureError
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedFunction:
     """What a Function does on tensors of some shapes.
 
     Attributes:
@@ -53,7 +53,7 @@ class Observed:
     is_whole: bool = True
 
 
-def observe(apply: Callable[[Sequence[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor]) -> Observed:
+def observe(apply: Callable[[Sequence[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor]) -> ObservedFunction:
     """What happens while ``apply`` and its backward run once on ``inputs``, some of which want gradients.
 
     Where backward raises, on tensors without data, it is taken to ask for all that was saved.
@@ -80,7 +80,7 @@ def observe(apply: Callable[[Sequence[Tensor]], Sequence[Tensor]], inputs: Seque
     size = sum(map(_bytes, [*inputs, *results])) or 1
     roots, wanted = [t for t in results if t.requires_grad], [t for t in inputs if t.requires_grad]
     if not roots or not wanted:
-        return Observed(shapes, flops=flops, moves=(forward.moved / size, 0.0))
+        return ObservedFunction(shapes, flops=flops, moves=(forward.moved / size, 0.0))
     held = [t for t in pytree.tree_leaves(vars(roots[0].grad_fn)) if isinstance(t, Tensor)]
     given, is_whole = [torch.ones_like(t) for t in roots], True
     found: Sequence[Tensor | None] = [*wanted]
@@ -99,7 +99,7 @@ def observe(apply: Callable[[Sequence[Tensor]], Sequence[Tensor]], inputs: Seque
     saves = dict.fromkeys(words[storage_of(t)] for t in saved if storage_of(t) in words)
     every = {storage_of(t): t for t in (*packed, *held)}
     holds = [words[storage] for storage in every if storage in words and words[storage] not in saves]
-    return Observed(
+    return ObservedFunction(
         shapes,
         frozenset(place for place, t in enumerate(results) if not t.requires_grad),
         frozenset(place for place, t in enumerate(inputs) if t.requires_grad and next(graded) is None),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.graph.module_walk import Walk
+from autopar.graph.module_walk import ModuleWalk
 from planner.base.errors import CaptureError
 
 _Tensors = Mapping[str, Sequence[tuple[str, Tensor]]]
@@ -31,7 +31,7 @@ _BEFORE: ContextVar[_Tensors | None] = ContextVar("_BEFORE", default=None)
 
 
 @contextlib.contextmanager
-def belonging(model: nn.Module, walk: Walk) -> Iterator[None]:
+def belonging(model: nn.Module, walk: ModuleWalk) -> Iterator[None]:
     """Know what belongs to a model: from now on what it has, and inside what it has now, for which others stand in.
 
     Args:
@@ -115,12 +115,12 @@ def _named(function: Any) -> list[Any]:
 
 def belongings() -> dict[int, tuple[str, Tensor]]:
     """What lies where of the models that were captured and are still there."""
-    held = [_BEFORE.get() or {}, *(_tensors(Walk(model)) for model in list(_CAPTURED))]
+    held = [_BEFORE.get() or {}, *(_tensors(ModuleWalk(model)) for model in list(_CAPTURED))]
     named = ((f"{kind} ({name})", t) for found in held for kind, each in found.items() for name, t in each)
     return {storage_of(t): (what, t) for what, t in named if t.layout == torch.strided}
 
 
-def _tensors(walk: Walk) -> _Tensors:
+def _tensors(walk: ModuleWalk) -> _Tensors:
     return {"buffer": walk.buffers, "parameter": walk.parameters}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from autopar.functions.declared import DECLARED, Declared, read
-from autopar.functions.observe import Observed, observe
+from autopar.functions.observe import ObservedFunction, observe
 from planner.base.errors import CaptureError, InputError
 
 
@@ -141,7 +141,7 @@ def _applied(function: type[Function], example: Sequence[Any], operands: Sequenc
     return [t for t in (returned if isinstance(returned, tuple) else (returned,)) if isinstance(t, Tensor)]
 
 
-def _observed(function: type[Function], example: Sequence[Any]) -> Observed:
+def _observed(function: type[Function], example: Sequence[Any]) -> ObservedFunction:
     """What it does with an example."""
     tensors = [arg.detach().clone() for arg in example if isinstance(arg, Tensor)]
     inputs = [t.requires_grad_(t.is_floating_point()) for t in tensors]

@@ -12,7 +12,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 
-class Walk:
+class ModuleWalk:
     """One walk over a model, for all who ask for as long as it has the same modules and tensors."""
 
     def __init__(self, model: nn.Module):

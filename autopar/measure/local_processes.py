@@ -38,7 +38,7 @@ class LocalProcesses:
     Args:
         count: how many processes.
         preload: modules that are slow to import; imported once for all processes where the platform can.
-        timeout_s: after this many seconds without a collective's partner, a rank discards.
+        timeout_s: after this many seconds without a collective's partner, a rank gives up.
     """
 
     def __init__(self, count: int, preload: Sequence[str] = ("torch",), timeout_s: float = 120.0):

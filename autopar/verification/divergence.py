@@ -87,7 +87,7 @@ class _Watcher:
         self.found: Divergence | None = None
         self.instances: Iterator[Instance] = iter(())
 
-    def branch(self, ref: Ref, value: Tensor) -> None:
+    def compare(self, ref: Ref, value: Tensor) -> None:
         node = self.assignment.space.graph.by_name[ref.node]
         if self.found is not None or ref not in self.reference:
             return
@@ -146,5 +146,5 @@ class _ComparedBlock(fx.Interpreter):
         if ref is not None:
             # A program is emitted for one instance and called for all that run alike.
             _, at = self.watcher.assignment.space.decision_graph.blocks.seat[ref.node]
-            self.watcher.branch(Ref(self.instance.block.nodes[at].name, ref.index), value)
+            self.watcher.compare(Ref(self.instance.block.nodes[at].name, ref.index), value)
         return value

@@ -221,10 +221,10 @@ class _TypedRoot(fx.Interpreter):
         if target is not recompute:
             return super().call_function(target, args, kwargs)
         program, again, *inputs = args
-        outputs, given_up, kept = _TypedRoot(program, self.checker).run(*inputs)
+        outputs, discarded, kept = _TypedRoot(program, self.checker).run(*inputs)
         with torch.no_grad():
             made = _TypedRoot(again, self.checker).run(*kept, *gatherings_of(inputs))
-        for old, new in zip(given_up, made, strict=True):
+        for old, new in zip(discarded, made, strict=True):
             self.checker.alike(old, new, f"{again.__class__.__name__}: a value that is recomputed")
         return outputs
 

@@ -29,7 +29,7 @@ from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched
 from autopar.functions.carry import Carried
-from autopar.graph.module_walk import Walk
+from autopar.graph.module_walk import ModuleWalk
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.spmd.mesh import groups_of
 from autopar.verification.collective_counter import count_collectives, count_messages, differences
@@ -124,7 +124,7 @@ def reference(
 
 def _refuse_narrow(twin: nn.Module, error: CaptureError) -> None:
     """Say which tensors stay in their type when a model's twin, which could not be captured, is in float64."""
-    found = [name.words for name in Snapshot(Walk(twin)).shared if is_narrow(name.value)]
+    found = [name.words for name in Snapshot(ModuleWalk(twin)).shared if is_narrow(name.value)]
     if found:
         raise CaptureError(
             "values are compared in float64, in which the model cannot be captured. Tensors of a narrower type, which "

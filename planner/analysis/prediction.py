@@ -18,7 +18,7 @@ from planner.analysis.pipeline.peak_report import peak_micro_batched
 from planner.analysis.pipeline.staged import MicroBatchTimes, Staged
 from planner.base.formatting import in_bytes, in_lines, in_seconds, in_shares, labelled
 from planner.base.symbolic_float import at_least_zero
-from planner.formulation.assignment import Assignment, Chunk
+from planner.formulation.assignment import Assignment, GatherBucket
 from planner.formulation.remat.levels import Level
 from planner.formulation.resharding import Collective, Route
 from planner.formulation.stage_boundaries import Exchange, crossing, exchanges
@@ -246,7 +246,7 @@ def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool,
         once: so many of the first steps are taken once a step.
     """
     space, found = assignment.space, Calls()
-    micro_batches = space.brought if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
+    micro_batches = space.gathers_per_step if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
     for place, step in enumerate(route):
         for call in step.collectives(space.graph.type_of(ref), space.mesh):
             if call.axis != MICRO and (backward or call.phase == "forward"):
@@ -255,7 +255,7 @@ def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool,
 
 
 def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
-    """Calls of one instance of a block: reshardings of operands and results, local forms, and parameters brought."""
+    """Calls of one instance of a block: reshardings of operands and results, local forms, and gathered parameters."""
     space = assignment.space
     graph, mesh = space.graph, space.mesh
     calls: Calls = Counter()
@@ -271,7 +271,7 @@ def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
         for position, ref in _operands(assignment, node):
             if differentiated:
                 reached.add(ref)
-            if not assignment.bringing(node, position):
+            if not assignment.gathering_route(node, position):
                 route = assignment.operand_route(node, position)
                 calls.update(_route_calls(assignment, ref, route, differentiated))
         for number, inner in choice.inner:
@@ -279,19 +279,19 @@ def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
             if on.size > 1 and on.name != MICRO and (inner.phase == "forward" or differentiated):
                 bytes_in = space.inner_bytes(space.rules[node.name], choice, inner)
                 calls[Collective(inner.kind, on.name, bytes_in, inner.phase)] += mesh.micro_batches
-    for chunk in assignment.chunks(instance.block):
-        calls.update(_chunk_calls(assignment, chunk, backward=not reached.isdisjoint(chunk)))
+    for bucket in assignment.gather_buckets(instance.block):
+        calls.update(_bucket_calls(assignment, bucket, backward=not reached.isdisjoint(bucket)))
     return calls
 
 
-def _chunk_calls(assignment: Assignment, chunk: Chunk, backward: bool) -> Calls:
-    """Calls that bring a chunk, one per step; those of ``backward`` reduce its gradients."""
+def _bucket_calls(assignment: Assignment, bucket: GatherBucket, backward: bool) -> Calls:
+    """Calls that gather a bucket, one per step; those of ``backward`` reduce its gradients."""
     calls: Calls = Counter()
     graph, mesh = assignment.space.graph, assignment.space.mesh
-    once = assignment.summed_together(chunk)
-    for place, steps in enumerate(zip(*chunk.values(), strict=True)):
-        times = 1 if place < once else assignment.space.brought
-        made = [step.collectives(graph.type_of(ref), mesh) for ref, step in zip(chunk, steps, strict=True)]
+    once = assignment.summed_together(bucket)
+    for place, steps in enumerate(zip(*bucket.values(), strict=True)):
+        times = 1 if place < once else assignment.space.gathers_per_step
+        made = [step.collectives(graph.type_of(ref), mesh) for ref, step in zip(bucket, steps, strict=True)]
         for each in zip(*made, strict=True):
             if each[0].axis != MICRO and (backward or each[0].phase == "forward"):
                 calls[replace(each[0], bytes_in=sum(call.bytes_in for call in each))] += times
@@ -321,17 +321,17 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
         for (ref, _), position in taken.items():
             if space.unsharding.once_per_step and space.graph.by_name[ref.node].op == "param":
                 continue
-            if not assignment.bringing(node, position):
+            if not assignment.gathering_route(node, position):
                 add(ref, assignment.operand_route(node, position))
         for number, inner in choice.inner if at in again.operators else ():
             on = space.mesh.axes[number]
             if on.size > 1 and on.name != MICRO and inner.phase == "forward":
                 bytes_in = space.inner_bytes(space.rules[node.name], choice, inner)
                 calls[Collective(inner.kind, on.name, bytes_in, "backward")] += space.mesh.micro_batches
-    brought = gathered_again(assignment, instance, level)
-    for chunk in assignment.chunks(instance.block):
-        if not brought.isdisjoint(chunk):
-            repeat(_chunk_calls(assignment, chunk, backward=False))
+    gathered = gathered_again(assignment, instance, level)
+    for bucket in assignment.gather_buckets(instance.block):
+        if not gathered.isdisjoint(bucket):
+            repeat(_bucket_calls(assignment, bucket, backward=False))
     return calls
 
 

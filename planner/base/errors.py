@@ -37,7 +37,7 @@ class TransferScheduleError(AutoparError, ValueError):
 class InfeasibleError(AutoparError):
     """No plan satisfies the limits; the message says by how much.
 
-    ``excess_bytes`` is what the leanest plan found needs beyond the memory limit.
+    ``excess_bytes`` is what the minimum-memory plan found needs beyond the memory limit.
     """
 
     def __init__(self, message: str, excess_bytes: int = 0):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.formulation.remat.levels import NOTHING, Level, Recompute
-from planner.formulation.resharding import BROUGHT, ReshardStep, Route
+from planner.formulation.resharding import GATHERED, ReshardStep, Route
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
 from planner.formulation.unsharding import Unsharding
@@ -15,8 +15,8 @@ from planner.ir.folding import Block, Instance
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import Layout
 
-Chunk = dict[Ref, Route]
-"""Parameters that are brought together, from how they are stored to how they are used, by the same steps in order."""
+GatherBucket = dict[Ref, Route]
+"""Parameters that are gathered together, from how they are stored to how they are used, by the same steps in order."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Assignment:
         ref = node.inputs[position]
         return self._route(ref, self.consumer_layout(ref), self.choice(node).operands[position])
 
-    def bringing(self, node: Node, position: int) -> Route:
+    def gathering_route(self, node: Node, position: int) -> Route:
         """The resharding of a parameter operand that its block does together with those of its other parameters.
 
         Empty unless the operand is a parameter of this reader alone, in one layout, that is used replicated where it
@@ -85,7 +85,7 @@ class Assignment:
         if self.space.graph.by_name[ref.node].op != "param" or self.space.reshard_point_of(ref) is not None:
             return ()
         route = self.operand_route(node, position)
-        if any(step.rule not in BROUGHT for step in route):
+        if any(step.rule not in GATHERED for step in route):
             return ()
         return _by_axis(route) if all(step.rule == "I>R" for step in route) else route
 
@@ -97,9 +97,9 @@ class Assignment:
             return 0
         return next((place for place, step in enumerate(route) if step.rule != "I>R"), len(route))
 
-    def summed_together(self, chunk: Chunk) -> int:
-        """The same of a chunk, all of whose parameters take the same steps."""
-        return self.summed_first(*next(iter(chunk.items())))
+    def summed_together(self, bucket: GatherBucket) -> int:
+        """The same of a bucket, all of whose parameters take the same steps."""
+        return self.summed_first(*next(iter(bucket.items())))
 
     @property
     def gathering_nothing(self) -> set[int]:
@@ -116,32 +116,33 @@ class Assignment:
         routes = (self.operand_route(node, position) for node, positions in taken for position in positions)
         return any(step.rule.startswith("S") for route in routes for step in route)
 
-    def chunks(self, block: Block) -> list[Chunk]:
-        """The parameters of a block that are brought together."""
-        found: dict[object, Chunk] = {}
+    def gather_buckets(self, block: Block) -> list[GatherBucket]:
+        """The parameters of a block that are gathered together."""
+        found: dict[object, GatherBucket] = {}
         for node in block.nodes:
             for position, ref in enumerate(node.inputs):
-                route, tensor = self.bringing(node, position), self.space.graph.type_of(ref)
+                route, tensor = self.gathering_route(node, position), self.space.graph.type_of(ref)
                 if route:
                     key = (tuple((step.axis, step.rule) for step in route), tensor.dtype, tensor.grad)
                     found.setdefault(key, {})[ref] = route
         return list(found.values())
 
     def gathered_again(self, instance: Instance, level: Level) -> set[Ref]:
-        """The parameters that an instance of a block gathers again in backward, with all others of their chunk."""
-        return self.given_up(instance, level) if self.space.runs_backward(instance) else set()
+        """The parameters that an instance of a block gathers again in backward, with all others of their bucket."""
+        return self.discarded(instance, level) if self.space.runs_backward(instance) else set()
 
-    def given_up(self, instance: Instance, level: Level) -> set[Ref]:
+    def discarded(self, instance: Instance, level: Level) -> set[Ref]:
         """Those of them that a level lets go, whether backward passes the instance or not."""
         space, nodes, found = self.space, instance.block.nodes, set[Ref]()
         if not space.unsharding.unshards_again(level):
             return found
         for node, positions in zip(nodes, space.decision_graph.blocks.again(instance.kind, level).taken, strict=True):
-            found.update(node.inputs[position] for position in positions if self.bringing(node, position))
+            found.update(node.inputs[position] for position in positions if self.gathering_route(node, position))
         return found
 
     def ahead(self, block: Block) -> dict[int, int]:
-        """The chunks of a block that are gathered while the block before computes, by number -> which step does.
+        """The gather buckets of a block that are gathered while the block before computes, by number -> which step
+        does.
 
         Those whose parts are stored here; where parameters are gathered once for all micro-batches, or waited for,
         none.
@@ -149,8 +150,8 @@ class Assignment:
         found: dict[int, int] = {}
         if not self.unsharding.prefetches:
             return found
-        for number, chunk in enumerate(self.chunks(block)):
-            for place, step in enumerate(next(iter(chunk.values()))):  # like those of the others
+        for number, bucket in enumerate(self.gather_buckets(block)):
+            for place, step in enumerate(next(iter(bucket.values()))):  # like those of the others
                 if step.rule == "S>R" and self.space.mesh.axes[step.axis].size > 1:
                     found.setdefault(number, place)
         return found

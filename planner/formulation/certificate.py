@@ -18,7 +18,7 @@ from typing import Any
 from planner.formulation.assignment import Assignment
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import Recompute, unfolded
-from planner.formulation.resharding import ConversionTable
+from planner.formulation.resharding import ReshardingTable
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
 from planner.formulation.variables import Variable
@@ -166,7 +166,7 @@ class Decided(Space):
             found["output", position] = [self._assignment.output_layout(position)]
         return found
 
-    def table(self, ref: Ref) -> ConversionTable:
+    def table(self, ref: Ref) -> ReshardingTable:
         return self._assignment.space.table(ref)
 
 

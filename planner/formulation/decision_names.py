@@ -96,7 +96,7 @@ def fillings(names: list[str]) -> str:
     return ", ".join(parts)
 
 
-def refined(name: str, stands_for: str) -> tuple[str, ...]:
+def filled(name: str, stands_for: str) -> tuple[str, ...]:
     """The names that a pattern and its :func:`fillings` stand for."""
     if not stands_for:
         return (name,)

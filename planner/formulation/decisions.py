@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 
 from planner.formulation.block_facts import BlockFacts
 from planner.formulation.remat.levels import NOTHING, Level, Recompute
-from planner.formulation.strategies import Cuts, Wires
+from planner.formulation.strategies import Cuts, Dataflow
 from planner.formulation.variables import Variable, Variables
 from planner.ir.folding import Folded, Instance
 from planner.ir.graph import Node, Ref
@@ -79,8 +79,8 @@ class DecisionGraph:
     def together(self) -> dict[Variable, Together]:
         """Variable of a parameter that one operator of one block reads -> those of its block that are like it.
 
-        They are brought in one call as far as they are stored and used alike (:meth:`Assignment.chunks`), and are
-        priced as if they all were.
+        They are gathered in one call as far as they are stored and used alike (:meth:`Assignment.gather_buckets`), and
+        are priced as if they all were.
         """
         found: dict[Variable, Together] = {}
         for first, *_ in self.folded.kinds:
@@ -221,11 +221,11 @@ class DecisionGraph:
 
     def cuts(self, sizes: tuple[int, ...]) -> Cuts:
         """Where values may be cut into strips on a mesh of these sizes, by representative value."""
-        return self._wires.on(sizes)
+        return self._dataflow.on(sizes)
 
     @cached_property
-    def _wires(self) -> Wires:
-        return Wires(self._uses())
+    def _dataflow(self) -> Dataflow:
+        return Dataflow(self._uses())
 
     def _uses(self) -> Iterator[tuple[Rule, tuple[Ref, ...], tuple[Ref, ...]]]:
         """Rule, operands and results of every operator, as representative values."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from planner.formulation.decisions import Flow
-from planner.formulation.resharding import ConversionTable
+from planner.formulation.resharding import ReshardingTable
 from planner.formulation.strategies import Choice
 from planner.formulation.variables import Variable
 from planner.ir.graph import Graph, Ref
@@ -35,7 +35,7 @@ class EdgeCosts:
         graph: Graph,
         mesh: Mesh,
         options: Mapping[Variable, list[Choice] | list[Layout]],
-        table: Callable[[Ref], ConversionTable],
+        table: Callable[[Ref], ReshardingTable],
         pairs: dict[object, Pair],
     ):
         self.graph, self.mesh, self.options, self.table, self._pairs = graph, mesh, options, table, pairs
@@ -77,7 +77,7 @@ def _layout_at_head(option: Choice | Layout, position: int) -> Layout:
     return option.operands[position] if isinstance(option, Choice) else option
 
 
-def _convert(table: ConversionTable, rows: Ints, columns: list[Ints], is_param: bool) -> Pair:
+def _convert(table: ReshardingTable, rows: Ints, columns: list[Ints], is_param: bool) -> Pair:
     """Seconds forward, seconds backward, and bytes gathered, of the reshardings of a value from layouts to layouts.
 
     Args:

@@ -14,7 +14,7 @@ from planner.cost.kernels import Stream, kernel_of
 from planner.cost.model import CostModel
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import NOTHING, Recompute
-from planner.formulation.resharding import ConversionTable, local_bytes
+from planner.formulation.resharding import ReshardingTable, local_bytes
 from planner.formulation.strategies import Choice
 from planner.formulation.training import Tier, Training
 from planner.ir.graph import Node, Ref
@@ -44,7 +44,7 @@ class Known:
 
     def __init__(self) -> None:
         self.alike: dict[object, list[Choice]] = {}
-        self.tables: dict[object, ConversionTable] = {}
+        self.tables: dict[object, ReshardingTable] = {}
         self.pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
         self.computed: dict[object, tuple[float, float]] = {}
         self.seconds: dict[tuple[int, MemoryTraffic], Floats] = {}

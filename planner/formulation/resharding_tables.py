@@ -10,7 +10,7 @@ import numpy as np
 from planner.cost.model import CostModel
 from planner.formulation.decisions import DecisionGraph, Together
 from planner.formulation.node_options import NodeOptions
-from planner.formulation.resharding import ConversionTable
+from planner.formulation.resharding import ReshardingTable
 from planner.formulation.strategies import Choice, shards_of
 from planner.formulation.unsharding import Unsharding
 from planner.ir.graph import Ref
@@ -18,7 +18,7 @@ from planner.ir.layout import MICRO, Axis, LocalType
 from planner.solve.problem import Floats, Ints
 
 BUCKET_BYTES = 25 * 2**20
-NOT_BROUGHT = Together(0, 1.0)
+NOT_GATHERED = Together(0, 1.0)
 """Of what is no parameter that one operator of one block reads."""
 
 
@@ -39,14 +39,14 @@ class ReshardingTables:
         options: NodeOptions,
         cost: CostModel,
         unsharding: Unsharding,
-        tables: dict[object, ConversionTable],
+        tables: dict[object, ReshardingTable],
     ):
         self.decision_graph, self.variables, self.graph = decision_graph, decision_graph.variables, decision_graph.graph
         self.options, self.mesh, self.cost, self.unsharding = options, options.mesh, cost, unsharding
         self._tables = tables
         self._micro_batches_of: dict[Ref, frozenset[LocalType]] = {}
 
-    def table(self, ref: Ref) -> ConversionTable:
+    def table(self, ref: Ref) -> ReshardingTable:
         """All reshardings of a value on this mesh."""
         tensor = self.graph.type_of(ref)
         shards = tuple(shards_of(tensor, self.options.strips(ref)))
@@ -55,9 +55,9 @@ class ReshardingTables:
         # What is gathered is used by all micro-batches; what they sum up is reduced once.
         is_summed_first = micro_batches is not None and tensor.grad and is_param and self.unsharding.once_per_step
         comes = is_param and not self.unsharding.once_per_step, is_param and self.unsharding.all_reduces_once
-        together, is_brought = self.together(ref), self.variables.variable_of[ref.node] in self.decision_graph.together
+        together, is_gathered = self.together(ref), self.variables.variable_of[ref.node] in self.decision_graph.together
         beside = self.unsharding.overlaps_gather, self.unsharding.overlaps_reduce
-        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_brought, beside)
+        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_gathered, beside)
         if key not in self._tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
@@ -78,7 +78,7 @@ class ReshardingTables:
                 each_s = 3 * touch if kind == "all_reduce" else math.inf
                 return np.asarray((axis.size - 1) / parts * each_s * np.maximum(bytes_in, 1), np.float64)
 
-            self._tables[key] = ConversionTable(
+            self._tables[key] = ReshardingTable(
                 tensor,
                 self.mesh,
                 shards,
@@ -88,7 +88,7 @@ class ReshardingTables:
                 micro_batches,
                 is_summed_first,
                 together.parameters,
-                is_brought,
+                is_gathered,
             )
         return self._tables[key]
 
@@ -101,14 +101,14 @@ class ReshardingTables:
         return self.mesh.micro_batches if is_param and is_once and not self.unsharding.once_per_step else 1
 
     def together(self, ref: Ref) -> Together:
-        """Parameters that are brought in one call with this one, itself included; each has its share of the call.
+        """Parameters that are gathered in one call with this one, itself included; each has its share of the call.
 
         The shares are equal in what a call takes however small it is, and by bytes in the rest. Of a cluster that was
         not measured each pays for a call of its own: what a call there is stated to take is the wire's part alone.
         """
         if self.cost.cluster.calibration is None:
-            return NOT_BROUGHT
-        return self.decision_graph.together.get(self.variables.variable_of[ref.node], NOT_BROUGHT)
+            return NOT_GATHERED
+        return self.decision_graph.together.get(self.variables.variable_of[ref.node], NOT_GATHERED)
 
     def _micro_batches(self, ref: Ref) -> frozenset[LocalType]:
         """The local types that a value has over micro-batches where it is made and where it is read."""

@@ -22,7 +22,7 @@ from planner.formulation.local_costs import LocalCosts
 from planner.formulation.node_options import AllowLeaf, NodeOptions
 from planner.formulation.pipeline_pace import PipelinePace, pace_of
 from planner.formulation.remat.levels import NOTHING, Recompute
-from planner.formulation.resharding import ConversionTable
+from planner.formulation.resharding import ReshardingTable
 from planner.formulation.resharding_tables import ReshardingTables
 from planner.formulation.strategies import Allow, Choice
 from planner.formulation.training import Training
@@ -106,7 +106,7 @@ class Space(LocalCosts):
     def _edge_costs(self) -> EdgeCosts:
         return EdgeCosts(self.graph, self.mesh, self.options, self.table, self._known.pairs)
 
-    def table(self, ref: Ref) -> ConversionTable:
+    def table(self, ref: Ref) -> ReshardingTable:
         """All reshardings of a value on this mesh."""
         return self.tables.table(ref)
 
@@ -116,7 +116,7 @@ class Space(LocalCosts):
         return self.stages > 1 or self.mesh.micro_batches > 1
 
     @property
-    def brought(self) -> int:
+    def gathers_per_step(self) -> int:
         """How often a step gathers a parameter for forward."""
         return 1 if self.unsharding.once_per_step else self.mesh.micro_batches
 
@@ -236,9 +236,11 @@ class Space(LocalCosts):
             work = self.pace.work(count, packed)
             there_s = _often(forward, work + self.pace.again(count, again, packed))
             return there_s + _often(backward, work), np.zeros(forward.shape), gathered
-        back = self.pace.once(count, packed) * self.brought
+        back = self.pace.once(count, packed) * self.gathers_per_step
         there = (
-            back if self.unsharding.once_per_step else back + self.pace.once_again(count, again, packed) * self.brought
+            back
+            if self.unsharding.once_per_step
+            else back + self.pace.once_again(count, again, packed) * self.gathers_per_step
         )
         times = self.in_flight if self.in_flight is not None and not self.unsharding.once_per_step else 1
         sizes = (gathered * kept * times).astype(np.int64)

@@ -83,7 +83,7 @@ def opaque_rule(operands: tuple[TensorType, ...], results: tuple[TensorType, ...
     return Rule(sizes, tuple(tensors[: len(operands)]), tuple(tensors[len(operands) :]), whole=frozenset(sizes))
 
 
-class _Seats:
+class _FactorPlaces:
     """Where the factors of a rule sit in its tensors (operands, then results); made once per distinct rule."""
 
     def __init__(self, rule: Rule):
@@ -105,7 +105,7 @@ class _Seats:
         return self._cut[key]
 
 
-class Wires:
+class Dataflow:
     """The values of a graph, numbered, and the operators that touch them: where may values be cut into strips?
 
     A cut is born where a dim is made of several factors (a merged batch*sequence, a fused 3*heads*size)
@@ -118,20 +118,21 @@ class Wires:
 
     Attributes:
         refs: the value of each number.
-        uses: for each value, the operators that touch it: numbers of their tensors, their seats, which tensor it is.
+        uses: for each value, the operators that touch it: numbers of their tensors, the places of their factors, which
+            tensor it is.
         produced: for each value, whether an operator produces it.
     """
 
     def __init__(self, operators: Iterable[tuple[Rule, tuple[Ref, ...], tuple[Ref, ...]]]):
         self.refs: list[Ref] = []
-        self.uses: list[list[tuple[list[int], _Seats, int]]] = []
+        self.uses: list[list[tuple[list[int], _FactorPlaces, int]]] = []
         self.produced: list[bool] = []
         self._cuts: dict[object, Cuts] = {}
         numbers: dict[Ref, int] = {}
-        seats: dict[int, _Seats] = {}
+        places: dict[int, _FactorPlaces] = {}
         for rule, operands, results in operators:
-            if id(rule) not in seats:
-                seats[id(rule)] = _Seats(rule)
+            if id(rule) not in places:
+                places[id(rule)] = _FactorPlaces(rule)
             values: list[int] = []
             for place, ref in enumerate((*operands, *results)):
                 value = numbers.setdefault(ref, len(numbers))
@@ -140,7 +141,7 @@ class Wires:
                     self.uses.append([])
                     self.produced.append(place >= len(operands))
                 values.append(value)
-                self.uses[value].append((values, seats[id(rule)], place))
+                self.uses[value].append((values, places[id(rule)], place))
 
     def on(self, sizes: tuple[int, ...]) -> Cuts:
         """Where values may be cut on a mesh of these sizes."""
@@ -158,23 +159,23 @@ class Wires:
         """Every cut at a factor that lies behind others in a dim, with the factor's size."""
         found: dict[tuple[tuple[int, int, int], int], None] = {}
         for value, uses in enumerate(self.uses):
-            for _, seats, place in uses:
-                rule = seats.rule
-                for dim, factors in enumerate(seats.dims[place]):
+            for _, places, place in uses:
+                rule = places.rule
+                for dim, factors in enumerate(places.dims[place]):
                     for factor in factors[1:]:
                         if factor not in rule.whole:
-                            at = find(seats.dims[place], factor, rule.sizes)
+                            at = find(places.dims[place], factor, rule.sizes)
                             assert at is not None
                             found[(value, dim, at[1]), rule.sizes[factor]] = None
         return tuple(found)
 
     def beside(self, value: int, dim: int, strips: int) -> Iterator[tuple[int, int, int]]:
         """The same cut, as (value, dim, strips), in all tensors of the operators that touch a value."""
-        for values, seats, place in self.uses[value]:
-            found = seats.cut(place, dim, strips)
+        for values, places, place in self.uses[value]:
+            found = places.cut(place, dim, strips)
             if found is not None:
                 factor, outer = found
-                for other, other_dim, major in seats.of[factor]:
+                for other, other_dim, major in places.of[factor]:
                     yield values[other], other_dim, major * outer
 
     def cuts(self, born: frozenset[tuple[int, int, int]]) -> Cuts:
@@ -194,12 +195,12 @@ class Wires:
 _NumberedCuts = dict[tuple[int, int], set[int]]
 
 
-def _spread(cuts: _NumberedCuts, wires: Wires) -> None:
+def _spread(cuts: _NumberedCuts, dataflow: Dataflow) -> None:
     """Carry every cut along its factor through all operators."""
     waiting = [(*key, strips) for key, values in cuts.items() for strips in values]
     while waiting:
         value, dim, strips = waiting.pop()
-        for other, other_dim, same in wires.beside(value, dim, strips):
+        for other, other_dim, same in dataflow.beside(value, dim, strips):
             have = cuts.setdefault((other, other_dim), set())
             if same > 1 and same not in have:
                 have.add(same)
@@ -222,41 +223,47 @@ def factor_at(dim: tuple[str, ...], cut: int, rule: Rule) -> tuple[str, int] | N
     return None
 
 
-def _drop_dead(cuts: _NumberedCuts, wires: Wires) -> None:
+def _drop_dead(cuts: _NumberedCuts, dataflow: Dataflow) -> None:
     """Remove cuts that the producer cannot make or no consumer can take, until none is left."""
     waiting = {(*key, strips): None for key, values in cuts.items() for strips in values}
     while waiting:
         value, dim, strips = waiting.popitem()[0]
-        if _is_alive(value, dim, strips, cuts, wires):
+        if _is_alive(value, dim, strips, cuts, dataflow):
             continue
         cuts[value, dim].discard(strips)
-        for other, other_dim, same in wires.beside(value, dim, strips):
+        for other, other_dim, same in dataflow.beside(value, dim, strips):
             if same in cuts.get((other, other_dim), ()):
                 waiting[other, other_dim, same] = None
 
 
-def _is_alive(value: int, dim: int, strips: int, cuts: _NumberedCuts, wires: Wires) -> bool:
+def _is_alive(value: int, dim: int, strips: int, cuts: _NumberedCuts, dataflow: Dataflow) -> bool:
     """Whether the producer of a value, if it has one, makes the cut and some consumer takes it."""
-    made, taken = not wires.produced[value], False
-    for values, seats, place in wires.uses[value]:
-        consumes = place < seats.operands
+    made, taken = not dataflow.produced[value], False
+    for values, places, place in dataflow.uses[value]:
+        consumes = place < places.operands
         if taken if consumes else made:
             continue
-        found = seats.cut(place, dim, strips)
-        if found is None or not _alive_elsewhere(*found, consumes, values, seats, cuts, wires.produced):
+        found = places.cut(place, dim, strips)
+        if found is None or not _alive_elsewhere(*found, consumes, values, places, cuts, dataflow.produced):
             continue
         made, taken = made or not consumes, taken or consumes
     return made and taken
 
 
 def _alive_elsewhere(
-    factor: str, outer: int, consumes: bool, values: list[int], seats: _Seats, cuts: _NumberedCuts, produced: list[bool]
+    factor: str,
+    outer: int,
+    consumes: bool,
+    values: list[int],
+    places: _FactorPlaces,
+    cuts: _NumberedCuts,
+    produced: list[bool],
 ) -> bool:
     """Whether the operator's other side (its results for an operand, its activations for a result) keeps the cut."""
     others = [
         (values[place], dim, major * outer)
-        for place, dim, major in seats.of[factor]
-        if (place >= seats.operands if consumes else place < seats.operands and produced[values[place]])
+        for place, dim, major in places.of[factor]
+        if (place >= places.operands if consumes else place < places.operands and produced[values[place]])
     ]
     return not others or any(strips == 1 or strips in cuts.get((value, dim), ()) for value, dim, strips in others)
 

@@ -201,7 +201,7 @@ class Plan(Document):
 
     @cached_property
     def fullest(self) -> PeakReport:
-        """The fullest moment of a step on the rank of highest peak, and every tensor that is alive then.
+        """The fullest moment of a step on the rank with the highest peak, and every tensor that is alive then.
 
         Raises:
             PlanError: the plan was read from a file, without its model; or it offloads.

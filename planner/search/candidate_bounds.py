@@ -332,7 +332,7 @@ def _in_each(branch: Branch, bound_s: float) -> Branch:
 
 
 def _at_work(context: SearchContext, decision_graph: DecisionGraph, branch: Branch) -> Branch:
-    """Every decision at its own cheapest and leanest, as if neighbours always agreed."""
+    """Every decision at its own cheapest, in seconds and in bytes, as if neighbours always agreed."""
     context.say(f"mesh {branch.candidate.config}")
     before = time.monotonic()
     space = context.formulate(decision_graph, branch.candidate.config)
@@ -470,7 +470,7 @@ def _whole(context: SearchContext, branch: Branch, best: Incumbent | None) -> Br
         time_limit_s=max(GRACE_S if best is None else 0.0, context.deadline - before),
         incumbent=branch.choices,
         cutoff_s=math.inf if best is None else _target_s(best),
-        leanest=False,
+        least_memory=False,
     )
     context.took("solve", before)
     bound_s = max(branch.candidate.bound_s, answer.bound_s)
@@ -580,7 +580,7 @@ def _target_s(best: Incumbent) -> float:
 
 
 def is_near(context: SearchContext, branch: Branch, best: Incumbent | None) -> bool:
-    """Whether a branch need not be searched: it is bounded, and none of its plans can be faster by more than the gap."""
+    """Whether a branch need not be searched: it is bounded, and no plan of it can be faster by more than the gap."""
     return (
         branch.is_priced and best is not None and branch.candidate.bound_s >= best.evaluation.time_s * (1 - context.gap)
     )

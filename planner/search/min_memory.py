@@ -179,7 +179,7 @@ def _micro_batched(context: SearchContext, branch: Branch, best: Incumbent) -> M
     """
     links = context.links(best.space, best.choices)
     wanted, usable_bytes = context.pipelines(best.config, len(links)), context.cost.cluster.device.usable_bytes
-    found, ways = None, ((links, usable_bytes, THOROUGH), ([link.leanest for link in links], None, QUICK))
+    found, ways = None, ((links, usable_bytes, THOROUGH), ([link.least_memory for link in links], None, QUICK))
     for chain, limit_bytes, effort in ways[_cannot_fit(context, branch) :]:
         staged = stage(chain, wanted, limit_bytes, effort=effort)
         if staged is not None:
@@ -199,7 +199,7 @@ def _staged(best: Incumbent, staged: Staged) -> MinMemoryPlan:
 
 
 def fastest_that_fits(minimal: list[MinMemoryPlan], usable_bytes: int) -> Incumbent | None:
-    """The fastest of the plans whose followed need a device has room for."""
+    """The fastest of the plans that a device has room for, as simulated."""
     fitting = [
         lean.best for lean in minimal if lean.bytes <= usable_bytes and math.isfinite(lean.best.evaluation.time_s)
     ]
@@ -219,5 +219,5 @@ def bounds_s(branches: list[Branch]) -> dict[ParallelConfig, float]:
 
 
 def free_s(branch: Branch) -> float:
-    """Seconds that plans of a branch that was begun take at least, however much memory there is; infinite: none runs."""
+    """Seconds that plans of a branch that was begun take at least, whatever memory there is; infinite: none runs."""
     return lower_bounds(branch.space.problem(None, branch.pareto_frontier.steps[0])).time_s

@@ -22,7 +22,7 @@ from planner.search.remat_amount import fastest_amount
 from planner.solve.problem import evaluate
 
 ROOM = (0.75, 0.5, 0.25, 0.0)
-"""Parts of what a plan takes beside model data to which it is brought down, so that more of that stays."""
+"""Parts of what a plan takes beside model data to which it is reduced, so that more of that stays."""
 ENDLESS = 2**50
 """More bytes than any model takes."""
 
@@ -135,14 +135,14 @@ def _leaving_room(
     for share in ROOM:
         if context.is_late():
             break
-        leaner = branch_and_bound(
+        smaller = branch_and_bound(
             replace(context, spare_bytes=usable - int(share * most_bytes)), decision_graph, configs
         )
-        if isinstance(leaner, NothingFits):
+        if isinstance(smaller, NothingFits):
             break
-        leaner = leaner.followed()
-        if leaner.working_set().bytes <= usable:
-            tried.append(leaner.above(found.bound_s))
+        smaller = smaller.followed()
+        if smaller.working_set().bytes <= usable:
+            tried.append(smaller.above(found.bound_s))
     return min(tried, key=lambda each: each.offloaded_s)
 
 

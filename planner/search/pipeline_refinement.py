@@ -58,7 +58,7 @@ def _refine(context: SearchContext, space: Space, config: ParallelConfig, best: 
             limited = replace(problem, limit_bytes=math.floor(STEP ** (highest - lower)))
             if left_s <= 0:
                 return best
-            choices = solve(limited, time_limit_s=left_s, cutoff_s=best.evaluation.time_s, leanest=False).choices
+            choices = solve(limited, time_limit_s=left_s, cutoff_s=best.evaluation.time_s, least_memory=False).choices
             cut = None if choices in tried else _cut(context, space, config, choices)
             best = _faster(best, cut)
             if cut is not None or not choices:

@@ -20,7 +20,7 @@ from planner.search.parallel_config import ParallelConfig
 
 
 def by_recipe(context: SearchContext, branches: list[Branch], until: float) -> list[Branch]:
-    """The branches held to each recipe for their mesh, if no pin says what its axes are for; as many as time permits."""
+    """The branches held to each recipe for their mesh, if no pin says what its axes are for; as time permits."""
     if context.pins.sizes or context.pins.layers:
         return []
     found: list[Branch] = []

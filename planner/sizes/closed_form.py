@@ -299,7 +299,7 @@ def _schedule(staged: Staged, grown: Growth | None) -> _Schedule:
 
 
 def _more_in_flight(staged: Staged, in_flight: Moments) -> int:
-    """Bytes that the rank of highest peak has saved of micro-batches at its fullest moment, less those that are
+    """Bytes that the rank with the highest peak has saved of micro-batches at its fullest moment, less those that are
     planned.
     """
     (stages, planned), (_, moved) = staged.pipeline.moments[staged.peak_rank], in_flight[staged.peak_rank]

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             after(max(options.time_limit - _ENDING_S, options.time_limit / 2))
             problem = read_problem(options.problem)
             left = options.time_limit - (time.monotonic() - start) - _PRINTING_S
-            answer = solve(problem, time_limit_s=max(0.0, left), interruptible=True, leanest=False)
+            answer = solve(problem, time_limit_s=max(0.0, left), interruptible=True, least_memory=False)
             no_more()  # what was found is printed, however long that takes
         except AutoparError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -33,11 +33,6 @@ ROOMS = {
 SAME_NAME = {
     "Call": 3,
     "Candidate": 2,
-    "Held": 2,
-    "Part": 2,
-    "Step": 2,
-    "Walk": 2,
-    "Observed": 2,
     "_Operator": 2,
 }
 DOORS = {"planner": {"__init__"}, "autopar": {"__init__", "__main__"}, "autopar.runtime": {"__init__", "module"}}

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from autopar.graph.module_walk import Walk
+from autopar.graph.module_walk import ModuleWalk
 from autopar.graph.tensors import first_with, storage_of, tensor_kind
 
 
@@ -35,7 +35,7 @@ class Submodule:
         return frozenset(map(id, self.tensors))
 
 
-def nominate(walk: Walk) -> list[list[Submodule]]:
+def nominate(walk: ModuleWalk) -> list[list[Submodule]]:
     """Submodules of a model, of equal structure, largest first; none lies within another."""
     keys: dict[int, object] = {}
     numbers: dict[object, int] = {}

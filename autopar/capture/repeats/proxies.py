@@ -48,7 +48,7 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_has_tensor, value)))
 
 
-class StandIns:
+class Proxies:
     """Both sides of every tensor that has two, while a model is traced by ``tracer``, which has ``held``.
 
     Attributes:

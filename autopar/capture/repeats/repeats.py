@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.repeats.candidates import Submodule
 from autopar.capture.repeats.markers import Copied, NotFoldable
-from autopar.capture.repeats.proxies import StandIns
+from autopar.capture.repeats.proxies import Proxies
 from autopar.capture.repeats.replay import Call, Record
-from autopar.graph.module_walk import Walk
+from autopar.graph.module_walk import ModuleWalk
 
 _ROOT = "_export_root"
 """What export calls the module that it was given."""
@@ -65,24 +65,24 @@ class Repeats(TorchFunctionMode):
         occurrences: every call, by number.
     """
 
-    def __init__(self, walk: Walk, groups: Sequence[Sequence[Submodule]]):
+    def __init__(self, walk: ModuleWalk, groups: Sequence[Sequence[Submodule]]):
         super().__init__()
         self.walk = walk
         self._nominated = {id(s.modules[0]): (s, group) for group, found in enumerate(groups) for s in found}
         self._records: list[list[Record]] = [[] for _ in groups]
-        self._standins: StandIns | None = None
+        self._proxies: Proxies | None = None
         self._call: Call | None = None
         self.occurrences: list[Occurrence] = []
 
     @property
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers that were used, by the number in their mark."""
-        return [] if self._standins is None else self._standins.tensors
+        return [] if self._proxies is None else self._proxies.tensors
 
     @property
     def copies(self) -> list[Tensor]:
         """What calls returned that were not traced."""
-        return [] if self._standins is None else self._standins.copies
+        return [] if self._proxies is None else self._proxies.copies
 
     @property
     def tensors_held(self) -> list[Tensor]:
@@ -98,12 +98,12 @@ class Repeats(TorchFunctionMode):
         assert mode is not None, "an opaque module is called only while it is exported"
         tracer: Any = mode.tracer
         with torch._C.DisableTorchFunction():
-            standins = self._standins = StandIns(self.tensors_held, tracer)
+            proxies = self._proxies = Proxies(self.tensors_held, tracer)
             called = _show_modules(tracer, self.walk)
         tracer.call_module = functools.partial(self._module_called, tracer.call_module)
         with self:
             result = called(*args, **kwargs)
-        return pytree.tree_map_only(Tensor, standins.real, result)
+        return pytree.tree_map_only(Tensor, proxies.real, result)
 
     def _module_called(
         self,
@@ -127,10 +127,10 @@ class Repeats(TorchFunctionMode):
     def _submodule_called(
         self, submodule: Submodule, group: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        assert self._standins is not None
+        assert self._proxies is not None
         number = len(self.occurrences)
         with torch._C.DisableTorchFunction():
-            call = Call(self._standins, number, submodule, self._records[group], args, kwargs)
+            call = Call(self._proxies, number, submodule, self._records[group], args, kwargs)
         self._call = call
         try:
             call.result = forward(*args, **kwargs)
@@ -146,13 +146,13 @@ class Repeats(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        assert self._standins is not None
+        assert self._proxies is not None
         kwargs = kwargs or {}
-        if self._standins.through:
+        if self._proxies.through:
             return func(*args, **kwargs)
         if self._call is not None:
             return self._call.called(func, args, kwargs)
-        return self._standins.call(func, args, kwargs)
+        return self._proxies.call(func, args, kwargs)
 
 
 class _Opaque(nn.Module):
@@ -164,7 +164,7 @@ class _Opaque(nn.Module):
         self.forward = functools.wraps(model.forward)(run)
 
 
-def _show_modules(tracer: Any, walk: Walk) -> Any:
+def _show_modules(tracer: Any, walk: ModuleWalk) -> Any:
     """Tell the tracer the model's modules by name, as it would have found them; what to call in the model's place."""
     for name, module in walk.named_modules:
         path = f"{_ROOT}.{name}" if name else _ROOT

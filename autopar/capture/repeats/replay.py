@@ -35,7 +35,7 @@ from autopar.capture.repeats.markers import (
     track,
     writes_in_place,
 )
-from autopar.capture.repeats.proxies import StandIns, translated
+from autopar.capture.repeats.proxies import Proxies, translated
 from autopar.graph.identity import Same
 from autopar.graph.tensor_metadata import ATOMS, FACTS, HISTORY, PLAIN
 from autopar.graph.tensors import first_with, storage_of, tensor_kind
@@ -69,7 +69,7 @@ class Record:
     calls: list[tuple[object, ...]] = field(default_factory=list)
     results: list[object] = field(default_factory=list)
     stacks: list[tuple[tuple[str, Any], ...]] = field(default_factory=list)
-    outputs: dict[int, Mould] = field(default_factory=dict)
+    outputs: dict[int, OutputTemplate] = field(default_factory=dict)
     rebound: list[int] = field(default_factory=list)
 
     def next(self, at: int) -> tuple[object, ...] | None:
@@ -77,7 +77,7 @@ class Record:
         return self.calls[at] if at < len(self.calls) else None
 
 
-class Mould:
+class OutputTemplate:
     """Makes fake tensors like one that a call returned, at little cost."""
 
     def __init__(self, tensor: Tensor):
@@ -121,14 +121,14 @@ class Call:
 
     def __init__(
         self,
-        standins: StandIns,
+        proxies: Proxies,
         number: int,
         submodule: Submodule,
         records: list[Record],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ):
-        self.standins, self.tracer = standins, standins.tracer
+        self.proxies, self.tracer = proxies, proxies.tracer
         self.number, self.submodule, self.records = number, submodule, records
         self.stack = dict(self.tracer.module_stack)
         self.own_path = next(reversed(self.stack.values()))[0]
@@ -137,7 +137,7 @@ class Call:
         leaves: list[Any] = []
         nesting = _flattened((args, kwargs), leaves)
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in submodule.own}
-        traced = [(leaf, *standins.traced(leaf)) for leaf in given.values()]
+        traced = [(leaf, *proxies.traced(leaf)) for leaf in given.values()]
         traced = [(leaf, real, source) for leaf, real, source in traced if source is not None or real is not leaf]
         self.inputs = tuple([leaf for leaf, _, _ in traced])
         real = [real for _, real, _ in traced]
@@ -158,7 +158,7 @@ class Call:
             tuple(map(Same, _get_current_function_mode_stack())),
         )
         self.record = Record(number, key, memory, self.sources)
-        fresh = not any(map(standins.is_rebound, submodule.tensors)) and standins.memory.isdisjoint(memory)
+        fresh = not any(map(proxies.is_rebound, submodule.tensors)) and proxies.memory.isdisjoint(memory)
         self.faithful = fresh and self.path == submodule.path
         self.candidates = [r for r in records if r.key == key] if self.faithful else []
         self.following: Record | None = self.candidates[0] if self.candidates else None
@@ -261,8 +261,8 @@ class Call:
     def _source(self, tensor: Tensor) -> fx.Node | Copied | None:
         """What computes a tensor from outside: a node where this call is traced."""
         if self.following is None:
-            self.standins.real(tensor)
-        return self.standins.traced(tensor)[1]
+            self.proxies.real(tensor)
+        return self.proxies.traced(tensor)[1]
 
     def _decode(self, code: Any) -> Any:
         """The argument that :meth:`_encode` was given, for this call."""
@@ -281,7 +281,7 @@ class Call:
         kind, value, *device = result
         if kind == "value":
             while value >= len(self.values):
-                token = self.standins.token(*device)
+                token = self.proxies.token(*device)
                 self.number_of[id(token)] = len(self.values)
                 self.values.append(token)
             return self.values[value]
@@ -292,7 +292,7 @@ class Call:
     def _enter(self) -> None:
         if len(self.tracer.graph.nodes) != self.nodes_before:
             raise NotFoldable(f"{self.path} makes nodes of its own")
-        self.sources[:] = [node_of(self.tracer, self.standins.real(value)) for value in self.inputs]
+        self.sources[:] = [node_of(self.tracer, self.proxies.real(value)) for value in self.inputs]
         mark(self.tracer, ENTER, (self.number, self.sources), None)
 
     def _trace_from_here(self) -> None:
@@ -311,8 +311,8 @@ class Call:
             inner = [(self.own_path + below, kind) for below, kind in followed.stacks[at]]
             self._set_stack({**self.stack, **{path: (path, kind) for path, kind in inner}})
             given = (
-                translated(self._decode(args), self.standins.real),
-                translated(self._decode(kwargs), self.standins.real),
+                translated(self._decode(args), self.proxies.real),
+                translated(self._decode(kwargs), self.proxies.real),
             )
             self._pair(followed.results[at], func(*given[0], **given[1]))
         with torch._C.DisableTorchFunction():
@@ -327,7 +327,7 @@ class Call:
         kind, value, *_ = described
         if kind == "value":
             if value >= self.base:
-                self.standins.pair(self.values[value], result)
+                self.proxies.pair(self.values[value], result)
         elif kind != "static":
             for part, real in zip(value, result, strict=True):
                 self._pair(part, real)
@@ -342,7 +342,7 @@ class Call:
         self.faithful &= func not in HISTORY and _ambient() == self.ambient
         returned = False
         try:
-            result = self.standins.call(func, args, kwargs)
+            result = self.proxies.call(func, args, kwargs)
             returned = True
         finally:
             self.faithful &= returned  # errors that the code catches are not written down
@@ -387,7 +387,7 @@ class Call:
             made = self._copies(leaving)
         else:
             if self.following is not None:
-                with self.standins.unwatched():
+                with self.proxies.unwatched():
                     self._trace_from_here()
             self._leave(leaving, flat)
             made = self._released()
@@ -401,7 +401,7 @@ class Call:
         if not leaving or not self._is_next(None) or not self.following.outputs.keys() >= set(leaving):
             return False
         here = range(self.base, len(self.values))
-        return not any(self.standins.is_marked(self.values[at]) or sys.getrefcount(self.values[at]) > 2 for at in here)
+        return not any(self.proxies.is_marked(self.values[at]) or sys.getrefcount(self.values[at]) > 2 for at in here)
 
     def _copies(self, leaving: list[int]) -> dict[int, Tensor]:
         """What leaves a call that is not traced."""
@@ -409,13 +409,13 @@ class Call:
         if len(self.tracer.graph.nodes) != self.nodes_before:
             raise NotFoldable(f"{self.path} makes nodes of its own")
         first = self.following
-        given = [self.standins.unread(value).untyped_storage() for value in self.inputs]
+        given = [self.proxies.unread(value).untyped_storage() for value in self.inputs]
         memory = dict(zip(first.memory, given, strict=True))
         made = {number: first.outputs[number].another(memory) for number in leaving}
-        rebound = {number: self.standins.real(self.values[number]) for number in first.rebound}
+        rebound = {number: self.proxies.real(self.values[number]) for number in first.rebound}
         self._mark_again(first)
         for number, tensor in made.items():
-            self.standins.copy(tensor, Copied(self.number, number))
+            self.proxies.copy(tensor, Copied(self.number, number))
         for number, tensor in rebound.items():
             track(self.tracer, tensor, mark(self.tracer, VALUE, (self.number, number), tensor))
         return made
@@ -426,23 +426,23 @@ class Call:
         others = {place: source for place, (source, theirs) in enumerate(pairs) if source is not theirs}
         self.copied = {place: source for place, source in others.items() if isinstance(source, Copied)}
         nodes = {place: source for place, source in others.items() if place not in self.copied}
-        self.follows = not nodes and next(iter(reversed(self.tracer.graph.nodes))) is self.standins.again
+        self.follows = not nodes and next(iter(reversed(self.tracer.graph.nodes))) is self.proxies.again
         if not self.follows:
-            self.standins.again = mark(self.tracer, AGAIN, (self.number, [*nodes], [*nodes.values()]), None)
+            self.proxies.again = mark(self.tracer, AGAIN, (self.number, [*nodes], [*nodes.values()]), None)
 
     def _leave(self, leaving: list[int], others: list[Any]) -> None:
         """Mark the end of a call that was traced, and keep it as an example if later ones can be told from it."""
         nodes = self._nodes_made()
         made = set(nodes)
         outputs: dict[int, fx.Node] = {}
-        elsewhere = self.standins.memory | {storage_of(self.standins.real(t)) for t, _ in self.foreign.values()}
+        elsewhere = self.proxies.memory | {storage_of(self.proxies.real(t)) for t, _ in self.foreign.values()}
         for number in range(self.base, len(self.values)):
-            real = self.standins.real(self.values[number])
+            real = self.proxies.real(self.values[number])
             node = node_of(self.tracer, real)
             self.faithful &= node in made
             if number in leaving and node is not None:
                 outputs[number] = node
-                self.record.outputs[number] = Mould(real)
+                self.record.outputs[number] = OutputTemplate(real)
                 self.faithful &= self.record.outputs[number].storage not in elsewhere
         for number, node in self._rebound():
             outputs[number] = node
@@ -462,9 +462,9 @@ class Call:
         """Inputs and own tensors for which another node stands by now, and that node."""
         for number, value in enumerate(self.values[: self.base]):
             is_input = number < len(self.inputs)
-            if not is_input and not self.standins.is_rebound(value):
+            if not is_input and not self.proxies.is_rebound(value):
                 continue
-            node = node_of(self.tracer, self.standins.real(value))
+            node = node_of(self.tracer, self.proxies.real(value))
             if node is not None and not (is_input and node is self.sources[number]):
                 yield number, node
 
@@ -472,9 +472,9 @@ class Call:
         """The values that the call made, without the tokens that nobody else has."""
         made = dict(enumerate(self.values[self.base :], self.base))
         self.values.clear()
-        numbers = [number for number, value in made.items() if self.standins.is_token(value)]
+        numbers = [number for number, value in made.items() if self.proxies.is_token(value)]
         tokens = [made.pop(number) for number in numbers]
-        return {**made, **dict(zip(numbers, self.standins.release(tokens), strict=True))}
+        return {**made, **dict(zip(numbers, self.proxies.release(tokens), strict=True))}
 
     def _nodes_made(self) -> list[fx.Node]:
         """Nodes since the call began."""

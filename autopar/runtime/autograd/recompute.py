@@ -55,12 +55,12 @@ def recompute(
         return cells[-1]
 
     with saved_tensors_hooks(pack, _Cell.unpack), state.random.recorded() as seeds:
-        outputs, given_up, kept = program(*inputs)
+        outputs, discarded, kept = program(*inputs)
     regions = _entered(program, again, seeds) if seeds else {}
     frame = _Frame(
-        again, given_up, [(hold(value), value.requires_grad) for value in kept], gatherings_of(inputs), state, regions
+        again, discarded, [(hold(value), value.requires_grad) for value in kept], gatherings_of(inputs), state, regions
     )
-    places: dict[int, Place] = {memory_of(value): place for place, value in reversed([*enumerate(given_up)])}
+    places: dict[int, Place] = {memory_of(value): place for place, value in reversed([*enumerate(discarded)])}
     stay = {memory_of(value) for value in kept}
     seen: Counter[int] = Counter()
     for cell in cells:
@@ -69,7 +69,7 @@ def recompute(
             place = (cell.region, seen[cell.region]) if place is None else place
             seen[cell.region] += 1
         if place is not None and memory_of(cell.tensor) not in stay:
-            cell.give_up(frame, place)
+            cell.discard(frame, place)
         else:
             cell.held = hold(cell.tensor)
     cells.clear()  # what autograd has saved keeps ``pack`` alive, and would keep all of the block's with it
@@ -114,7 +114,7 @@ class _Cell:
         assert self.held is not None
         return self.held.read()
 
-    def give_up(self, frame: _Frame, place: Place) -> None:
+    def discard(self, frame: _Frame, place: Place) -> None:
         """Let go of the tensor; it will be a view of what the frame finds at ``place``."""
         self.geometry = _geometry(self.tensor)
         self.frame, self.place, self.held = frame, place, None
@@ -139,7 +139,7 @@ class _Frame:
     def __init__(
         self,
         again: GraphModule,
-        given_up: Sequence[Tensor],
+        discarded: Sequence[Tensor],
         kept: Sequence[tuple[SavedHandle, bool]],
         gatherings: Sequence[PrefetchedGather],
         state: RunState,
@@ -149,7 +149,7 @@ class _Frame:
         self.regions = regions
         self._again, self._kept = again, kept
         self._gatherings = gatherings
-        self._geometries = [_geometry(value) for value in given_up]
+        self._geometries = [_geometry(value) for value in discarded]
         self._state, self._training, self._autocast = state, state.training, _autocast_now()
         self._made: dict[Place, Tensor] = {}
         self._left: Counter[Place] = Counter()

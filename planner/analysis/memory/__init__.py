@@ -18,8 +18,8 @@ here.
 
 The state of a step that is simulated is a :class:`planner.analysis.memory.walk.Walk`, which the other files pass on:
 ``step`` from the leaves to the last gradient, ``forward`` for blocks and operators, ``convert`` for layouts that
-change, ``bring`` for parameters that are gathered, ``backward`` for gradients, ``skip`` for instances that others stand
-for.
+change, ``gather`` for parameters that are gathered, ``backward`` for gradients, ``skip`` for instances that others
+stand for.
 """
 
 from planner.analysis.memory.readers import enters_before, readers_of, shares_of

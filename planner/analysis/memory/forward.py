@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from planner.analysis.memory.autograd_tape import Frame, Target, Value
-from planner.analysis.memory.bring import bring, prefetch, sums_of
 from planner.analysis.memory.convert import convert
+from planner.analysis.memory.gather import gather, prefetch, sums_of
 from planner.analysis.memory.readers import shares_of
 from planner.analysis.memory.remat_demand import gathered_again
 from planner.analysis.memory.storages import Storage
@@ -52,7 +52,7 @@ def _run_block(walk: Walk, instance: Instance, inputs: dict[Ref, Value]) -> dict
         heap.hold(value.storage)
     last = {ref: i for i, node in enumerate(block.nodes) for ref in node.inputs}
     kept = set(block.outputs)
-    ready = bring(walk, block, frame)
+    ready = gather(walk, block, frame)
     for i, node in enumerate(block.nodes):
         heap.moment(f"forward {node.path or node.name}: {node.op}")
         for ref, value in _run_operator(walk, node, frame, ready).items():
@@ -76,10 +76,10 @@ def _run_operator(walk: Walk, node: Node, frame: dict[Ref, Value], ready: dict[R
     for position, ref in enumerate(node.inputs):
         key = (ref, choice.operands[position])
         if key not in converted:
-            brought = ready.get(ref)
-            route = () if brought else walk.assignment.operand_route(node, position)
+            gathered = ready.get(ref)
+            route = () if gathered else walk.assignment.operand_route(node, position)
             keeps = walk.frame is not None and position not in walk.frame.again.taken[walk.frame.at[node.name]]
-            converted[key] = convert(walk, brought or frame[ref], types[position], route, ref, keeps)
+            converted[key] = convert(walk, gathered or frame[ref], types[position], route, ref, keeps)
         operands.append(converted[key])
     results = _results_of(walk, node, types, operands)
     for value in converted.values():

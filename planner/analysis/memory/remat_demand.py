@@ -59,7 +59,7 @@ def _reading_weights(space: Space, nodes: Iterable[Node]) -> set[str]:
 
 
 def gathered_again(assignment: Assignment, instance: Instance, level: Level, of_weights: bool = False) -> set[Ref]:
-    """The parameters that an instance gathers again in backward, with all others of their chunk.
+    """The parameters that an instance gathers again in backward, with all others of their bucket.
 
     Args:
         of_weights: in its second part, where it is in two.

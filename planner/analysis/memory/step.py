@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from planner.analysis.memory.autograd_tape import Tape, Value
 from planner.analysis.memory.backward import run_backward
-from planner.analysis.memory.bring import bucket_bytes, following_of
 from planner.analysis.memory.forward import output_at, reshard_shared, run
+from planner.analysis.memory.gather import bucket_bytes, following_of
 from planner.analysis.memory.offloadable import Saves, first_of
 from planner.analysis.memory.readers import enters_before, readers_of
 from planner.analysis.memory.skip import ENDS, UnevenError, fill_in, skip_over, skipped_leaves
@@ -25,7 +25,7 @@ from planner.ir.graph import Ref
 
 
 def usage(assignment: Assignment, blocks: range | None = None) -> Usage:
-    """Follow one training step of an assignment on the rank of highest peak, with micro-batches that of one
+    """Follow one training step of an assignment on the rank with the highest peak, with micro-batches that of one
     micro-batch.
 
     Args:

@@ -51,7 +51,7 @@ class Held:
 
 @dataclass(frozen=True)
 class PeakReport:
-    """The fullest moment of a step on the rank of highest peak.
+    """The fullest moment of a step on the rank with the highest peak.
 
     Attributes:
         bytes: alive then.

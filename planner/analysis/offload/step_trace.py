@@ -294,7 +294,7 @@ class RankStep:
         block = self.assignment.space.folded.instances[chunk.entered].block
         together = {
             ref.node
-            for each in self.assignment.chunks(block)
+            for each in self.assignment.gather_buckets(block)
             for ref, route in each.items()
             if any(mesh.axes[step.axis].size > 1 and mesh.axes[step.axis].name != MICRO for step in route)
         }

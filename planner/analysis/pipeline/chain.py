@@ -107,7 +107,7 @@ class Link:
         return self.gather_s + self.reduce_s + self.update_s
 
     @property
-    def leanest(self) -> Link:
+    def least_memory(self) -> Link:
         """The same that saves least, whatever it takes."""
         return replace(
             self,
@@ -213,7 +213,7 @@ class _Chain:
     def _shared(self) -> dict[str, Shared]:
         """The leaves that several blocks read."""
         readers = Counter(name for each in self.folded.instances for name in {ref.node for ref in each.block.inputs})
-        pair, times = Axis(PIPELINE, 2, self.space.stages * self.space.mesh.size // 2), self.space.brought
+        pair, times = Axis(PIPELINE, 2, self.space.stages * self.space.mesh.size // 2), self.space.gathers_per_step
         found: dict[str, Shared] = {}
         for leaf in (leaf for leaf in self.graph.leaves if readers[leaf.name] > 1 and self.space.stages > 1):
             name = leaf.name
@@ -245,12 +245,12 @@ class _Chain:
         shared = {name: by_use(p for p in parts.gradients if p.leaf == name) for name in leaves if name in is_shared}
         held = by_use(parts.always)
         held["activations"] += sum(self.leaves.outputs(number).values())
-        brought = gathered_by(self.assignment, number, self._savers)
-        levels = self.levels.of(instance.kind) if brought.lets_go.total() else self.levels.computed(instance.kind)
+        gathered = gathered_by(self.assignment, number, self._savers)
+        levels = self.levels.of(instance.kind) if gathered.lets_go.total() else self.levels.computed(instance.kind)
         again_s = [self._again_s(number, level) for level in levels]
         saved = tuple(self._saved(number, level) for level in levels)
         savings = tuple(
-            RematOption(made_s + gathered_s, self._bytes_of(number, places, level) + brought.saved_bytes(level))
+            RematOption(made_s + gathered_s, self._bytes_of(number, places, level) + gathered.saved_bytes(level))
             for (made_s, gathered_s), level, places in zip(again_s, levels, saved, strict=True)
         )
         return Link(
@@ -274,9 +274,9 @@ class _Chain:
             shared_gradients=tuple(shared.items()),
             levels=levels,
             working_bytes=tuple(
-                max(working_moments(self.assignment, number, each, brought), default=0) for each in levels
+                max(working_moments(self.assignment, number, each, gathered), default=0) for each in levels
             ),
-            gathered_bytes=tuple(map(brought.there_bytes, levels)),
+            gathered_bytes=tuple(map(gathered.there_bytes, levels)),
             coming_bytes=coming(self.assignment, number).total(),
             coming_again_bytes=tuple(coming(self.assignment, number, level).total() for level in levels),
             gathered_s=tuple(gathered_s for _, gathered_s in again_s),

@@ -162,18 +162,18 @@ def coming(assignment: Assignment, number: int, level: Level | None = None) -> C
     """
     space, instance, found = assignment.space, assignment.space.folded.instances[number], Counter[str]()
     ahead = assignment.ahead(instance.block)
-    chunks = assignment.chunks(instance.block) if ahead else []
-    again = None if level is None else assignment.given_up(instance, level)
+    buckets = assignment.gather_buckets(instance.block) if ahead else []
+    again = None if level is None else assignment.discarded(instance, level)
     for at, place in ahead.items():
-        if again is None or not again.isdisjoint(chunks[at]):
-            for ref, route in chunks[at].items():
+        if again is None or not again.isdisjoint(buckets[at]):
+            for ref, route in buckets[at].items():
                 tensor, step = space.graph.type_of(ref), route[place]
                 found[ref.node] += local_bytes(tensor, step.after, space.mesh)
-                found[ref.node] += local_bytes(tensor, step.before, space.mesh) * (len(chunks[at]) > 1)
+                found[ref.node] += local_bytes(tensor, step.before, space.mesh) * (len(buckets[at]) > 1)
     return found
 
 
-def working_moments(assignment: Assignment, number: int, level: Level, brought: GatheredParameters) -> list[int]:
+def working_moments(assignment: Assignment, number: int, level: Level, gathered: GatheredParameters) -> list[int]:
     """Bytes at each moment that may be the fullest while a block runs or runs its backward, beside what is held and
     saved.
 
@@ -181,12 +181,12 @@ def working_moments(assignment: Assignment, number: int, level: Level, brought: 
     gathered there is also what came, in the order of ranks, and when the gradients are reduced what is sent.
     """
     space, instance = assignment.space, assignment.space.folded.instances[number]
-    beside = brought.there_bytes(level)
+    beside = gathered.there_bytes(level)
     again = dropped_bytes(assignment, instance, level) + beside
     found = [
-        most + again + brought.gradients.get(node.name, 0)
+        most + again + gathered.gradients.get(node.name, 0)
         for node in instance.block.nodes
         for most in space.transients(node, assignment.choice(node))
     ]
-    gathering = brought.own.total() + brought.parts.total()
-    return [*found, beside + gathering] if brought.parts else found
+    gathering = gathered.own.total() + gathered.parts.total()
+    return [*found, beside + gathering] if gathered.parts else found

@@ -40,7 +40,7 @@ class Use(NamedTuple):
     together: bool
 
 
-class Part(NamedTuple):
+class LeafTensor(NamedTuple):
     """A tensor that is there of a leaf.
 
     Attributes:
@@ -71,16 +71,16 @@ class Parts(NamedTuple):
         reduced: and while those of the block itself are, as they are sent together.
     """
 
-    always: tuple[Part, ...] = ()
-    gradients: tuple[Part, ...] = ()
-    at_end: tuple[Part, ...] = ()
-    reduced: tuple[Part, ...] = ()
+    always: tuple[LeafTensor, ...] = ()
+    gradients: tuple[LeafTensor, ...] = ()
+    at_end: tuple[LeafTensor, ...] = ()
+    reduced: tuple[LeafTensor, ...] = ()
 
     def __add__(self, other: Parts) -> Parts:  # type: ignore[override]
         return Parts(*(mine + more for mine, more in zip(self, other, strict=True)))
 
 
-def by_use(parts: Iterable[Part]) -> Counter[str]:
+def by_use(parts: Iterable[LeafTensor]) -> Counter[str]:
     """Bytes of these by use."""
     found = Counter[str]()
     for part in parts:
@@ -121,12 +121,12 @@ class Leaves:
         for name in dict.fromkeys((*own, *(+whole))):
             if name in own:
                 found += self._stored(name, whole[name], is_late=whole[name] > 0 and self._is_late(name, number))
-            found += self._brought(name, whole[name])
+            found += self._when_gathered(name, whole[name])
         sums = ((ref.node, self._summed(ref, *ways)) for ref, *ways in self._ways(number))
-        found += Parts(at_end=tuple(Part(name, SUM, "gradients", size) for name, size in sums if size))
+        found += Parts(at_end=tuple(LeafTensor(name, SUM, "gradients", size) for name, size in sums if size))
         return found._replace(reduced=self._sent_together(found.gradients))
 
-    def _sent_together(self, gradients: Iterable[Part]) -> tuple[Part, ...]:
+    def _sent_together(self, gradients: Iterable[LeafTensor]) -> tuple[LeafTensor, ...]:
         """Of a block's gradients what is most when they are sent: those that it gathers go together, those that are
         gathered before all blocks one by one.
         """
@@ -176,7 +176,7 @@ class Leaves:
         host.
 
         Args:
-            whole: see :meth:`_brought`.
+            whole: see :meth:`_when_gathered`.
             is_late: whether its gradient comes at the end of the step.
         """
         node, layout = self.graph.by_name[name], self._stored_as(name)
@@ -184,31 +184,36 @@ class Leaves:
         if not self._is_trained(node):
             times = self.mesh.micro_batches if self.is_cut(node) else 1
             use = "parameters" if node.op in ("param", "buffer") else "activations"
-            return Parts((Part(name, STORED, use, all_bytes * times),))
+            return Parts((LeafTensor(name, STORED, use, all_bytes * times),))
         if not all_bytes:
             return Parts()
         size, versions = local_bytes(node.results[0], layout, self.mesh), self.versions
-        gradient, state = Part(name, GRADIENT, "gradients", size), Part(name, STATE, "optimizer", all_bytes - 2 * size)
+        gradient, state = (
+            LeafTensor(name, GRADIENT, "gradients", size),
+            LeafTensor(name, STATE, "optimizer", all_bytes - 2 * size),
+        )
         if whole and self.space.unsharding.once_per_step:
-            held = Part(name, STORED, "parameters", size), state
+            held = LeafTensor(name, STORED, "parameters", size), state
             return Parts(held, at_end=(gradient,)) if is_late else Parts(held, (gradient,))
-        return Parts((Part(name, STORED, "parameters", size, versions), state, *self._before(gradient)), (gradient,))
+        return Parts(
+            (LeafTensor(name, STORED, "parameters", size, versions), state, *self._before(gradient)), (gradient,)
+        )
 
-    def _brought(self, name: str, whole: int) -> Parts:
+    def _when_gathered(self, name: str, whole: int) -> Parts:
         """Of all versions of a parameter that is gathered, what is there beside what is stored.
 
         Args:
             whole: bytes of what it is gathered into; 0: it is used as it is stored.
         """
-        gradient = Part(name, WHOLE, "gathered", whole)
+        gradient = LeafTensor(name, WHOLE, "gathered", whole)
         if not whole or not self.space.unsharding.once_per_step:
             return Parts(gradients=(gradient,)) if whole and self._is_trained(self.graph.by_name[name]) else Parts()
-        gathered = Part(name, GATHERED, "gathered", whole, self.versions)
+        gathered = LeafTensor(name, GATHERED, "gathered", whole, self.versions)
         if not self._is_gathered_twice(name):
             return Parts((gathered,))
         return Parts((gathered, *self._before(gradient)), (gradient,))
 
-    def _before(self, gradient: Part) -> Iterator[Part]:
+    def _before(self, gradient: LeafTensor) -> Iterator[LeafTensor]:
         """Those of the batches before, of other versions of the weights."""
         if self.versions > 1:
             yield gradient._replace(words=f"{gradient.words} of the batch before", times=self.versions - 1)
@@ -278,8 +283,8 @@ class Leaves:
         """
         whole = self.resharded(name)
         found = self._stored(name, whole, is_late=whole > 0 and self._is_gathered_twice(name))
-        found += self._brought(name, whole)
-        return found + Parts((Part(name, GATHERED, "gathered", whole),) * (is_saved and whole > 0))
+        found += self._when_gathered(name, whole)
+        return found + Parts((LeafTensor(name, GATHERED, "gathered", whole),) * (is_saved and whole > 0))
 
     def is_cut(self, leaf: Node) -> bool:
         """Whether micro-batches are parts of an input, in its memory."""

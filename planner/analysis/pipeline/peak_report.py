@@ -21,7 +21,7 @@ from planner.analysis.pipeline.gathered_parameters import (
     parted,
     savers_of,
 )
-from planner.analysis.pipeline.leaf_memory import Leaves, Part, Parts
+from planner.analysis.pipeline.leaf_memory import LeafTensor, Leaves, Parts
 from planner.analysis.pipeline.rank_memory import Coming
 from planner.analysis.pipeline.staged import Staged
 from planner.formulation.assignment import Assignment
@@ -43,7 +43,7 @@ Moment = tuple[str, list[Held]]
 
 
 def peak_micro_batched(assignment: Assignment, staged: Staged) -> PeakReport:
-    """What is alive at the peak of the rank of highest peak.
+    """What is alive when the rank with the highest peak is at its peak.
 
     Args:
         assignment: the decisions that run so; their own recomputation aside.
@@ -159,7 +159,7 @@ class _Rank:
     def _shared(self, name: str) -> Parts:
         return self.leaves.shared(name, is_saved=len(self.savers.get(Ref(name), ())) > 1)
 
-    def _named(self, parts: Iterable[Part], number: int) -> Iterator[Held]:
+    def _named(self, parts: Iterable[LeafTensor], number: int) -> Iterator[Held]:
         for part in parts:
             yield Held(part.words.format(self._called(part.leaf)), part.use, part.bytes, part.times, number)
 
@@ -211,8 +211,8 @@ class _Rank:
         _, link, way = [*self.alive.placed][number]
         if not link.working_bytes[way] + self.alive.coming[number].bytes:
             return "between two operators", []
-        level, brought = link.levels[way], gathered_by(self.assignment, number, self.savers)
-        moments = self._moments(number, level, brought)
+        level, gathered = link.levels[way], gathered_by(self.assignment, number, self.savers)
+        moments = self._moments(number, level, gathered)
         what, beside = max(moments, key=lambda moment: sum(held.bytes for held in moment[1]))
         return what, [*beside, *self._coming(self.alive.coming[number])]
 
@@ -222,12 +222,12 @@ class _Rank:
         for name, size in coming(self.assignment, to.number, level).items() if to.bytes else ():
             yield Held(f"gathered {self._called(name)} on its way", "gathered", size, block=to.number)
 
-    def _moments(self, number: int, level: Level, brought: GatheredParameters) -> Iterator[Moment]:
+    def _moments(self, number: int, level: Level, gathered: GatheredParameters) -> Iterator[Moment]:
         """Those of :func:`planner.analysis.pipeline.gathered_parameters.working_moments`, with names."""
         instance = self.instances[number]
         there = [
             Held(f"gathered {self._called(name)}", "gathered", size, block=number)
-            for name, size in brought.there(level).items()
+            for name, size in gathered.there(level).items()
         ]
         again = list(there)
         if level != "none":
@@ -242,7 +242,7 @@ class _Rank:
             for node, size in owned(self.assignment, instance, level, again=True)
         )
         for node in instance.block.nodes:
-            whole = brought.gradients.get(node.name, 0)
+            whole = gathered.gradients.get(node.name, 0)
             gradients = [Held(f"whole gradients of {called(node)}", "temporary", whole, block=number)] if whole else []
             choice = self.assignment.choice(node)
             tensors, layouts = (*self.graph.input_types(node), *node.results), (*choice.operands, *choice.results)
@@ -256,10 +256,10 @@ class _Rank:
                 is_backward = any(what in ("gradient", "works", "gradient's sum") for what, *_ in pieces)
                 direction = "backward" if is_backward or gradients else "forward"
                 yield f"{direction} {node.path or node.name}: {node.op}", [*again, *gradients, *alive]
-        if brought.parts.total():
+        if gathered.parts.total():
             sent = [
-                Held(f"{self._called(name)} as it comes", "temporary", size + brought.own[name], block=number)
-                for name, size in brought.parts.items()
+                Held(f"{self._called(name)} as it comes", "temporary", size + gathered.own[name], block=number)
+                for name, size in gathered.parts.items()
             ]
             yield f"gathering for {instance.block.path or instance.block.nodes[0].name}", [*there, *sent]
 

@@ -435,9 +435,9 @@ def moments(
         yield from (alive.at_the_end(rank, each) for each in reduced)
     alike = dict[tuple[int, int, Level, int], list[tuple[int, GatheredParameters]]]()
     for number, (stage, link, way) in enumerate(alive.placed):
-        brought = gathered_by(assignment, number, savers)
+        gathered = gathered_by(assignment, number, savers)
         kind, level = space.folded.instances[number].kind, link.levels[way]
-        alike.setdefault((stage, kind, level, brought.there_bytes(level)), []).append((number, brought))
+        alike.setdefault((stage, kind, level, gathered.there_bytes(level)), []).append((number, gathered))
     working: list[list[dict[int, None]]] = [[{} for _ in range(alive.pipeline.stages)] for _ in range(2)]
     for (stage, _, level, _), blocks in alike.items():
         needed = working_moments(assignment, blocks[-1][0], level, blocks[-1][1])

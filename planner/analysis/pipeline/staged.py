@@ -176,7 +176,7 @@ class Staged:
 
     @property
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes by use on the rank of highest peak."""
+        """Bytes by use on the rank with the highest peak."""
         return self.alive.by_use(self.peak_rank)
 
 

@@ -31,7 +31,7 @@ COMPUTED: tuple[Level, ...] = ("none", "selective", "full")
 """Those that differ where parameters are gathered once a step, for all micro-batches."""
 
 
-def leanest_first(level: Level) -> tuple[int, int, Kept]:
+def least_memory_first(level: Level) -> tuple[int, int, Kept]:
     """The order of levels, from those that keep least: a key to sort by."""
     if isinstance(level, tuple):
         return 1, len(level), level
@@ -55,7 +55,7 @@ class Amount:
     def of(cls, counts: Mapping[Any, int], leads: bool = True) -> Amount:
         """So many instances at each of some levels: the first at the one that keeps least, and so on."""
         found: list[tuple[Level, range]] = []
-        for level in sorted(counts, key=leanest_first):
+        for level in sorted(counts, key=least_memory_first):
             if level != "none" and counts[level]:
                 start = found[-1][1].stop if found else 0
                 found.append((level, range(start, start + counts[level])))
@@ -67,7 +67,7 @@ class Amount:
         numbers: dict[Level, list[int]] = {}
         for number, level in enumerate(levels):
             numbers.setdefault(level, []).append(number)
-        found = ((level, numbers[level]) for level in sorted(numbers, key=leanest_first) if level != "none")
+        found = ((level, numbers[level]) for level in sorted(numbers, key=least_memory_first) if level != "none")
         return cls(tuple((level, _as_range(each)) for level, each in found))
 
     def level(self, nth: int) -> Level:
@@ -242,7 +242,7 @@ class ParetoFrontier:
         return [self.steps[at] for at in (low, *(step for step in self.breakpoints if low < step < high), high)]
 
     def unfolded(self, numbers: Sequence[tuple[int, int]]) -> ParetoFrontier:
-        """The same for a folding in which every instance is a kind of its own; see :func:`apart`."""
+        """The same for a folding in which every instance is a kind of its own; see :func:`unfolded`."""
         return ParetoFrontier(tuple(unfolded(step, numbers) for step in self.steps), self.breakpoints)
 
 

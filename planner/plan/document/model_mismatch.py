@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.base.formatting import shape_text
-from planner.formulation.decision_names import refined
+from planner.formulation.decision_names import filled
 from planner.ir.folding import Folded
 from planner.ir.graph import Graph
 from planner.plan.document.document import Document
@@ -75,7 +75,7 @@ def _inputs_apart(plan: Document, graph: Graph) -> list[str]:
 def _dtypes_apart(plan: Document, graph: Graph) -> list[str]:
     """The first parameter, buffer or input that the plan knows in another dtype, and how many others, in words."""
     leaves = plan.account.leaves.items()
-    planned = {each: leaf.dtype for name, leaf in leaves for each in refined(name.partition(" #")[0], leaf.stands_for)}
+    planned = {each: leaf.dtype for name, leaf in leaves for each in filled(name.partition(" #")[0], leaf.stands_for)}
     found = [
         f"{'parameter' if leaf.op == 'param' else leaf.op} {leaf.target}: plan {planned[leaf.target]}, model {dtype}"
         for leaf in graph.leaves

@@ -16,7 +16,7 @@ from planner.analysis.pipeline.staged import Staged
 from planner.base.errors import PlanError
 from planner.formulation.assignment import Assignment
 from planner.formulation.decision_names import variable_names
-from planner.formulation.remat.levels import LEVELS, Amount, Kept, Level, leanest_first
+from planner.formulation.remat.levels import LEVELS, Amount, Kept, Level, least_memory_first
 from planner.formulation.search_space import Space
 from planner.ops.aliasing import shares
 from planner.plan.document.document import BlockPlan, Document
@@ -42,7 +42,7 @@ class Stated:
         micro_batched = None if staged is None else staged.recompute(space.folded)
         for kind in range(len(space.folded.kinds)):
             both = (*assignment.recompute.levels(kind), *(() if micro_batched is None else micro_batched.levels(kind)))
-            found.append(tuple(sorted({level for level, _ in both}, key=leanest_first)))
+            found.append(tuple(sorted({level for level, _ in both}, key=least_memory_first)))
         return cls(space, tuple(found))
 
     @cached_property

@@ -20,7 +20,7 @@ from planner.analysis.memory.storages import Held, PeakReport
 from planner.base.errors import PlanError
 from planner.base.formatting import in_bytes, in_percent, in_seconds, shape_text, sizes_text
 from planner.formulation.assignment import Assignment
-from planner.formulation.decision_names import refined, variable_names
+from planner.formulation.decision_names import filled, variable_names
 from planner.formulation.strategies import Choice
 from planner.formulation.variables import Variable
 from planner.ir.layout import Layout
@@ -70,7 +70,7 @@ class Alternative:
         if not self.decision:
             return "none: nothing else is possible here"
         if math.isinf(self.extra_s):
-            return f"none fits in memory; the leanest needs {in_bytes(self.peak_bytes)}"
+            return f"none fits in memory; the least is {in_bytes(self.peak_bytes)}"
         others = f", with {self.changes} other decision{'s' * (self.changes != 1)} changed" if self.changes else ""
         proof = "" if self.proven else " (the best found in the time)"
         cost = (
@@ -270,7 +270,7 @@ def _alive_of(
     known |= {each for leaf in _leaves(document) for each in _leaf_names(document, leaf) if _within(each, name)}
     for op in ops:
         short = op.name.rpartition(": ")[2].split(" #")[0]
-        paths = {op.detail.path, *refined(op.detail.path, op.detail.stands_for)} if op.detail is not None else set()
+        paths = {op.detail.path, *filled(op.detail.path, op.detail.stands_for)} if op.detail is not None else set()
         meant = {path for path in paths if _within(path, name)} or paths
         known.update(f"{path}: {short}" if path else short for path in meant)
     words = re.compile(rf"(^|(?<= ))({'|'.join(map(re.escape, sorted(known)))})(?![\w.:])")
@@ -286,7 +286,7 @@ def _find_ops(document: Document, name: str) -> Iterator[ExplainedOp]:
     for number, block in enumerate(document.blocks):
         for key, strategy in block.ops.items():
             detail = details[number].ops.get(key) if details else None
-            known = {detail.path, *refined(detail.path, detail.stands_for)} if detail else set()
+            known = {detail.path, *filled(detail.path, detail.stands_for)} if detail else set()
             named = key == name or f"{block.name} / {key}" == name or f"{block.name}: {key}" == name
             if named or any(_within(path, name) for path in known):
                 leaves = [document.account.leaves.get(each) for each in detail.parameters] if detail else []
@@ -297,7 +297,7 @@ def _find_ops(document: Document, name: str) -> Iterator[ExplainedOp]:
 def _leaf_names(document: Document, name: str) -> set[str]:
     """The entry's name, and the names that it stands for."""
     detail = document.account.leaves.get(name)
-    return {name, *refined(name, detail.stands_for)} if detail else {name}
+    return {name, *filled(name, detail.stands_for)} if detail else {name}
 
 
 def _within(path: str, name: str) -> bool:

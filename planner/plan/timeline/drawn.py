@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.base.errors import InputError
 from planner.base.files import write_text
-from planner.plan.timeline.step import Event, Step
+from planner.plan.timeline.step import Event, StepEvents
 from planner.plan.timeline.svg import svg
 from planner.plan.timeline.text import text
 from planner.plan.timeline.trace import trace
@@ -20,7 +20,7 @@ from planner.solve.pipeline.simulate import SimulatedSchedule
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class StepTimeline(Step):
+class StepTimeline(StepEvents):
     """A micro-batched step. A notebook shows the picture, ``print`` a drawing in characters."""
 
     def __repr__(self) -> str:

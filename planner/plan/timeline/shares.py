@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.plan.timeline.step import KINDS, Event, Step
+from planner.plan.timeline.step import KINDS, Event, StepEvents
 from planner.solve.pipeline.simulate import Floats
 
 
-def shares(found: Step, count: int) -> list[dict[str, Floats]]:
+def shares(found: StepEvents, count: int) -> list[dict[str, Floats]]:
     """For each rank, by kind, its part of each of ``count`` stretches; ``wait`` is all that is left."""
     edges = np.linspace(0, found.end_s, count + 1)
     rows = []
@@ -24,7 +24,7 @@ def shares(found: Step, count: int) -> list[dict[str, Floats]]:
     return rows
 
 
-def by_rank(found: Step) -> list[list[Event]]:
+def by_rank(found: StepEvents) -> list[list[Event]]:
     """Every rank's events in the order of time."""
     rows: list[list[Event]] = [[] for _ in range(found.ranks)]
     for event in found.events:

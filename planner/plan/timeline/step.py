@@ -44,7 +44,7 @@ class Event:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Step:
+class StepEvents:
     """A micro-batched step on the ranks of a pipeline.
 
     Attributes:
@@ -89,7 +89,7 @@ class Step:
 
 
 def bubble_of(events: Iterable[Event], ranks: int) -> float:
-    """The bubble of what ranks were seen to do, see :class:`Step`."""
+    """The bubble of what ranks were seen to do, see :class:`StepEvents`."""
     actions = [event for event in events if event.kind in ("F", "B", "I", "W")]
     span = max(event.end_s for event in actions) - min(event.start_s for event in actions)
     busy = sum(event.end_s - event.start_s for event in actions)

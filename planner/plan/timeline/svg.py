@@ -17,10 +17,10 @@ import numpy as np
 
 from planner.base.formatting import in_seconds
 from planner.plan.timeline.shares import by_rank, shares
-from planner.plan.timeline.step import KINDS, Event, Step
+from planner.plan.timeline.step import KINDS, Event, StepEvents
 
 WIDTH, LEFT, RIGHT, TOP = 1160, 62, 10, 34
-Branch = tuple[str, int]
+Look = tuple[str, int]
 """How an event looks: its kind, and which of its rank's stages it is of, the first that forward reaches being 0."""
 BOXES = 700
 """Up to so many actions are boxes of their own."""
@@ -50,7 +50,7 @@ STYLE = (
 """A page that the picture stands in takes the style sheet over, so that it only speaks of what is in the picture."""
 
 
-def svg(found: Step) -> str:
+def svg(found: StepEvents) -> str:
     """The picture: title, a row per rank, time, legend."""
     high = max(6.0, min(26.0, 460 / found.ranks))
     gap = 4.0 if high > 12 else 1.5
@@ -87,7 +87,7 @@ def svg(found: Step) -> str:
     return "".join(parts) + "</svg>"
 
 
-def _boxes(found: Step, events: Iterable[Event], y: float, high: float, scale: float) -> Iterator[str]:
+def _boxes(found: StepEvents, events: Iterable[Event], y: float, high: float, scale: float) -> Iterator[str]:
     """Each event as a box with its micro-batch on it, where there is room."""
     for event in events:
         if event.kind == "wait":
@@ -103,7 +103,7 @@ def _boxes(found: Step, events: Iterable[Event], y: float, high: float, scale: f
             yield f'<text class="number" x="{_short(x + wide / 2)}" y="{_short(y + high / 2 + 3.5)}">{number}</text>'
 
 
-def _look(found: Step, event: Event) -> Branch:
+def _look(found: StepEvents, event: Event) -> Look:
     return event.kind, 0 if event.action is None else event.action.stage // found.ranks
 
 
@@ -116,9 +116,9 @@ def _told(event: Event) -> str:
     return f"{event.name}: {KINDS[event.kind]}, stage {stage}, micro-batch {micro_batch}; {lasts}"
 
 
-def _shapes(found: Step, high: float, gap: float, scale: float) -> Iterator[str]:
+def _shapes(found: StepEvents, high: float, gap: float, scale: float) -> Iterator[str]:
     """All that looks alike as one path, a little apart from the next where it is wide enough."""
-    paths: dict[Branch, list[str]] = defaultdict(list)
+    paths: dict[Look, list[str]] = defaultdict(list)
     for event in found.events:
         wide = (event.end_s - event.start_s) * scale
         if event.kind != "wait":
@@ -128,7 +128,7 @@ def _shapes(found: Step, high: float, gap: float, scale: float) -> Iterator[str]
     return (f'<path class="{_class(each)}" d="{"".join(path)}"/>' for each, path in paths.items())
 
 
-def _divided(found: Step, high: float, gap: float) -> Iterator[str]:
+def _divided(found: StepEvents, high: float, gap: float) -> Iterator[str]:
     """Each rank's row as areas that lie on each other, as high as their shares of each stretch."""
     kinds = [kind for kind in COLOURS if any(event.kind == kind for event in found.events)]
     count = min((WIDTH - LEFT - RIGHT) // 2, max(40, CORNERS // (found.ranks * len(kinds))))
@@ -143,7 +143,7 @@ def _divided(found: Step, high: float, gap: float) -> Iterator[str]:
             yield f'<path class="{kind}" d="M{LEFT} {_short(bottom)}{path}H{WIDTH - RIGHT}V{_short(bottom)}z"/>'
 
 
-def _time(found: Step, y: float, scale: float) -> Iterator[str]:
+def _time(found: StepEvents, y: float, scale: float) -> Iterator[str]:
     """Lines at round times."""
     if not found.end_s:
         return
@@ -158,7 +158,7 @@ def _time(found: Step, y: float, scale: float) -> Iterator[str]:
         yield f'<text class="tick" x="{x}" y="{_short(y + 14)}">{label}{f" {name}" if not number else ""}</text>'
 
 
-def _legend(found: Step, y: float) -> Iterator[str]:
+def _legend(found: StepEvents, y: float) -> Iterator[str]:
     x = float(LEFT)
     kinds = {event.kind for event in found.events}
     names = {kind: name for kind, name in KINDS.items() if kind in kinds and kind != "wait"}
@@ -171,7 +171,7 @@ def _legend(found: Step, y: float) -> Iterator[str]:
         yield f'<text x="{_short(x)}" y="{_short(y)}">lighter: later stages of the same rank</text>'
 
 
-def _colours(found: Step) -> Iterator[str]:
+def _colours(found: StepEvents) -> Iterator[str]:
     """The style of every look; later stages of a rank are lighter."""
     for kind, stage in sorted({_look(found, event) for event in found.events if event.kind != "wait"}):
         light = 1 - 0.45 * stage / max(1, found.virtual_stages - 1)
@@ -179,7 +179,7 @@ def _colours(found: Step) -> Iterator[str]:
         yield f".autopar-steps .{_class((kind, stage))}{{fill:{COLOURS[kind]}{shade}}}"
 
 
-def _class(each: Branch) -> str:
+def _class(each: Look) -> str:
     return f"{each[0]}{each[1] or ''}"
 
 

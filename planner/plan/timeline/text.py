@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from planner.base.formatting import in_seconds
 from planner.plan.timeline.shares import shares
-from planner.plan.timeline.step import KINDS, Step
+from planner.plan.timeline.step import KINDS, StepEvents
 from planner.solve.pipeline.simulate import Floats
 
 WIDTH = 96
 SIGNS = {"F": "█", "B": "▒", "I": "▒", "W": "░", "wait": "·", "gather": "g", "reduce": "r", "update": "u"}
 
 
-def text(found: Step) -> str:
+def text(found: StepEvents) -> str:
     """The title, the rows, the time, and what the signs are."""
     carried = sum(event.kind != "wait" for event in found.events) > WIDTH / 2 * found.ranks
     rows = [_signs(row, carried) for row in shares(found, WIDTH)]

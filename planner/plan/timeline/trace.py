@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.plan.timeline.step import KINDS, Event, Step
+from planner.plan.timeline.step import KINDS, Event, StepEvents
 
 THREADS = ("compute", "communication")
 COMMUNICATION = {"wait", "gather", "reduce"}
 
 
-def trace(found: Step) -> dict[str, Any]:
+def trace(found: StepEvents) -> dict[str, Any]:
     """Complete events (``X``) with microseconds, and the names of processes and threads."""
     names: list[dict[str, Any]] = []
     for rank in range(found.ranks):

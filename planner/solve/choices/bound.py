@@ -50,13 +50,13 @@ def lower_bounds(problem: Problem, enough_s: float = math.inf) -> Bounds:
         time_s = max(time_s, found.bound_s)
         best.offer_assignment(found.least.model, found.least.assignment)
         if is_limited and light is None and found.plane.over_bytes > 0:
-            leanest = end.cheapest.leanest
-            light = leanest.choices
+            least_memory = end.cheapest.least_memory
+            light = least_memory.choices
             best.offer(light)
-            peak_bytes += leanest.bound
-            if leanest.bound > end.room_bytes:
+            peak_bytes += least_memory.bound
+            if least_memory.bound > end.room_bytes:
                 break  # nothing fits, however fast
-            box.add(end.plane(leanest))
+            box.add(end.plane(least_memory))
         if time_s >= min(enough_s, best.objective_s * (1 - _CLOSE)):
             break
     return Bounds(time_s, peak_bytes, best.choices, light)
@@ -68,7 +68,7 @@ def lightest(problem: Problem) -> tuple[int, ...] | None:
     What holds least may need much for a moment; so it is found again among choices that need less.
     """
     end = _end(problem)
-    low = None if end is None else low_peak(end.model, lambda capped: Cheapest(capped).leanest)
+    low = None if end is None else low_peak(end.model, lambda capped: Cheapest(capped).least_memory)
     return None if low is None else low.choices
 
 
@@ -86,7 +86,7 @@ def almost_lightest(problem: Problem, slacks: Sequence[float], most: float = mat
         return (lean,)
     end = _end(replace(problem, limit_bytes=max(limits)))
     assert end is not None, "the assignment that was found is allowed"
-    met = [end.cheapest.leanest]
+    met = [end.cheapest.least_memory]
     for limit in limits:
         best = BestFound(replace(problem, limit_bytes=limit), math.inf)
         for each in met:
@@ -130,7 +130,7 @@ def corners(problem: Problem) -> tuple[tuple[int, ...], ...]:
         mix = free.multipliers.mix
         return (1 - mix) * totals.time_s + mix * totals.exposed_s
 
-    fast, lean = free.least, end.cheapest.leanest
+    fast, lean = free.least, end.cheapest.least_memory
     return tuple(dict.fromkeys(each.choices for each in (fast, *between(fast, lean, _DEPTH), lean)))
 
 
@@ -149,10 +149,10 @@ def lower_bound_between(first: Problem, last: Problem, enough_s: float = math.in
     problem between lies below both ends, and none fits where neither end does.
     """
     ends = tuple(end for end in (_end(first), _end(last)) if end is not None)
-    if len(ends) < 2 or all(end.cheapest.leanest.bound > end.room_bytes for end in ends):
+    if len(ends) < 2 or all(end.cheapest.least_memory.bound > end.room_bytes for end in ends):
         return BoundBetween(math.inf)
     bound_s, best = -math.inf, tuple[_EndBound, ...]()
-    box = TrustRegion(ends[0].model, [end.plane(end.cheapest.leanest) for end in ends], ends[0].room_bytes)
+    box = TrustRegion(ends[0].model, [end.plane(end.cheapest.least_memory) for end in ends], ends[0].room_bytes)
     for found in _climb(ends, box):
         if _least_s(found) > bound_s:
             bound_s, best = _least_s(found), found

@@ -62,7 +62,7 @@ class Cheapest:
         return LeastWeighted(exact.bound, left, decode(exact))
 
     @cached_property
-    def leanest(self) -> LeastWeighted:
+    def least_memory(self) -> LeastWeighted:
         """The assignment that holds least."""
         return self.under(Weights(np.array([0.0, 0.0, 1.0, 1.0]), 0.0, np.zeros(len(self._model.rooms))))
 
@@ -78,8 +78,9 @@ class Cheapest:
         return left
 
 
-def low_peak(model: ChoiceModel, leanest: Callable[[ChoiceModel], LeastWeighted]) -> LeastWeighted | None:
-    """An assignment of low peak, of least peak where ``leanest`` finds what holds least; ``None`` if none is allowed.
+def low_peak(model: ChoiceModel, least_memory: Callable[[ChoiceModel], LeastWeighted]) -> LeastWeighted | None:
+    """An assignment of low peak, of least peak where ``least_memory`` finds what holds least; ``None`` if none is
+    allowed.
 
     The least held bytes under a cap on the transients bound every peak under that cap: a few caps suffice.
     """
@@ -87,7 +88,7 @@ def low_peak(model: ChoiceModel, leanest: Callable[[ChoiceModel], LeastWeighted]
     least_bytes = math.inf
     capped: ChoiceModel | None = model
     while capped is not None:
-        least = leanest(capped)
+        least = least_memory(capped)
         totals = least.totals
         if not totals.allowed:
             break

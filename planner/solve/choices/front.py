@@ -25,17 +25,17 @@ def solve(
     incumbent: tuple[int, ...] | None = None,
     cutoff_s: float = math.inf,
     interruptible: bool = False,
-    leanest: bool = True,
+    least_memory: bool = True,
 ) -> Answer:
     """The assignment of least ``evaluate(...).time_s`` whose peak fits ``limit_bytes``, with a proven lower bound.
 
-    ``incumbent`` is an assignment to start from. The search ends as soon as nothing faster than ``cutoff_s`` can
-    exist: then ``bound_s`` reaches ``cutoff_s`` and the choices are merely feasible. The answer is the same in every
-    process unless the time limit cuts the search short. ``infeasible`` is proven when ``bound_s`` is infinite; with
-    a finite bound the time limit or the cutoff came before any feasible assignment. The assignment of least peak is
-    looked for then, which may take longer than the search, unless ``leanest`` is false: ``choices`` are empty then.
-    ``interruptible`` ends the search at a keyboard interrupt, and looks for nothing more. Raises
-    :class:`AutoparError` on malformed problems.
+    ``incumbent`` is an assignment to start from. The search ends as soon as nothing faster than ``cutoff_s`` can exist:
+    then ``bound_s`` reaches ``cutoff_s`` and the choices are merely feasible. The answer is the same in every process
+    unless the time limit cuts the search short. ``infeasible`` is proven when ``bound_s`` is infinite; with a finite
+    bound the time limit or the cutoff came before any feasible assignment. The assignment of least peak is looked for
+    then, which may take longer than the search, unless ``least_memory`` is false: ``choices`` are empty then.
+    ``interruptible`` ends the search at a keyboard interrupt, and looks for nothing more. Raises :class:`AutoparError`
+    on malformed problems.
     """
     start = time.monotonic()
     deadline = start + time_limit_s
@@ -48,8 +48,8 @@ def solve(
     except KeyboardInterrupt:
         if not interruptible:
             raise
-        bound, leanest = best.bound_s, False
-    if best.choices is None and not leanest:
+        bound, least_memory = best.bound_s, False
+    if best.choices is None and not least_memory:
         return Answer((), math.inf, bound, "infeasible", time.monotonic() - start)
     if best.choices is None:
         choices = _least_peak(problem, best, deadline)

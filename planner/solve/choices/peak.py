@@ -66,11 +66,11 @@ def _least_allowed_peak(weighed: Problem, deadline: float) -> tuple[int, ...] | 
         return None
     tree = build_tree(model, MAX_ENTRIES)
 
-    def leanest(part: ChoiceModel) -> LeastWeighted:
+    def least_memory(part: ChoiceModel) -> LeastWeighted:
         done = eliminate(part, tree, held_only(part))
         return LeastWeighted(done.bound, part, decode(done))
 
-    capped = low_peak(model, leanest)
+    capped = low_peak(model, least_memory)
     choices = None if capped is None else capped.choices
     if tree.exact and not len(model.rooms):
         return choices

@@ -106,14 +106,14 @@ def search(model: ChoiceModel, best: BestFound, deadline: float) -> float:
 
 def _search_windows(start: TransientWindow, best: BestFound, deadline: float) -> float:
     """Improve ``best`` until nothing below its target is left, or until ``deadline``; the lower bound proven."""
-    waiting, given_up = [start], math.inf
+    waiting, left_open = [start], math.inf
     while waiting:
         window = min(waiting, key=lambda window: window.bound)
         waiting.remove(window)
         if window.bound >= best.target_s:
             continue
         if time.monotonic() > deadline:
-            given_up = min(given_up, window.bound)
+            left_open = min(left_open, window.bound)
             continue
         bounded = _bound(window, best, deadline)
         if bounded is None:
@@ -122,8 +122,8 @@ def _search_windows(start: TransientWindow, best: BestFound, deadline: float) ->
         parts = _split(bounded, best) if left < best.target_s else []
         waiting += parts
         if not parts:
-            given_up = min(given_up, _close(bounded, left, best, deadline))
-    return min(given_up, best.target_s)
+            left_open = min(left_open, _close(bounded, left, best, deadline))
+    return min(left_open, best.target_s)
 
 
 def _bound(window: TransientWindow, best: BestFound, deadline: float) -> Bounded | None:

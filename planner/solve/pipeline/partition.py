@@ -194,7 +194,7 @@ class _Work:
         return self._fronts[kinds]
 
     def shared(self, rank: int, moments: Floats, held: Floats, fronts: list[_Front]) -> tuple[int, ...] | None:
-        """Points for the stages of one rank that fit together; ``None`` if not even the leanest do.
+        """Points for the stages of one rank that fit together; ``None`` if not even those of least memory do.
 
         Args:
             moments, held: by moment, how many micro-batches each stage holds, and bytes that are held besides.
@@ -737,7 +737,7 @@ def _too_large(work: _Work, found: _Found) -> str:
             "Take smaller micro-batches, shard more, or take a schedule with fewer in flight"
         )
     return (
-        f"no cut into {p.stages} stages was found that fits {limit}: the leanest needs "
+        f"no cut into {p.stages} stages was found that fits {limit}: the least needs "
         f"{in_bytes(found.least_excess)} more on its fullest rank. Take smaller micro-batches, shard more, or "
         "take a schedule with fewer in flight"
     )

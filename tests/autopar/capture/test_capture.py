@@ -8,7 +8,7 @@ from torch import nn
 
 from autopar.capture.capture import capture
 from autopar.capture.lowering import lower
-from autopar.graph.module_walk import Walk, modules, tensors
+from autopar.graph.module_walk import ModuleWalk, modules, tensors
 from planner.base.errors import CaptureError, InputError
 from planner.ir.graph import Ref
 
@@ -153,7 +153,7 @@ def test_walks_find_what_torchs_own_find() -> None:
     model.again = model[0].embed.weight
     model[2].register_buffer("mean", model[1].running_mean)  # one buffer of two names
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    walk = Walk(model)
+    walk = ModuleWalk(model)
     assert len(every) > len(walk.parameters) + len(walk.buffers)
     assert walk.modules == [*model.named_modules()]
     assert modules(model, once=False) == [*model.named_modules(remove_duplicate=False)]

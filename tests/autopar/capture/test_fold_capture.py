@@ -14,7 +14,7 @@ from autopar.capture.capture import Captured, capture
 from autopar.capture.lowering import lower
 from autopar.capture.repeats.candidates import nominate
 from autopar.driver.trace import trace
-from autopar.graph.module_walk import Walk
+from autopar.graph.module_walk import ModuleWalk
 from autopar.verification.verify import RTOL, reference, simulate, space_on
 from planner.base.errors import CaptureError, InputError
 from planner.cost.cluster import ClusterSpec
@@ -607,12 +607,12 @@ def test_branches_on_values_are_refused_with_the_models_own_line() -> None:
 
 def test_only_equal_and_outermost_submodules_are_nominated() -> None:
     towers = nn.ModuleList([Stack([Block(), Block()]), Stack([Block(), Block(), Block()])])
-    (group,) = nominate(Walk(towers))
+    (group,) = nominate(ModuleWalk(towers))
     assert [s.path for s in group] == ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1", "1.blocks.2"]
-    assert not nominate(Walk(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
-    assert not nominate(Walk(Stack([Block(), TwoLinears(False), TwoLinears(True)])))
+    assert not nominate(ModuleWalk(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
+    assert not nominate(ModuleWalk(Stack([Block(), TwoLinears(False), TwoLinears(True)])))
     pair = nn.ModuleList([Stack([Block(), Block()]), Stack([Block(), Block()])])
-    assert [[s.path for s in group] for group in nominate(Walk(pair))] == [["0", "1"]]
+    assert [[s.path for s in group] for group in nominate(ModuleWalk(pair))] == [["0", "1"]]
 
 
 def test_modules_are_as_they_were_after_capture() -> None:

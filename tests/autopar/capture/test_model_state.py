@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.model_state import Snapshot
-from autopar.graph.module_walk import Walk
+from autopar.graph.module_walk import ModuleWalk
 
 
 class Model(nn.Module):
@@ -136,7 +136,7 @@ def written(value: Any) -> object:
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_taken_back(change: str) -> None:
     model = Model()
-    state, before = written(model), Snapshot(Walk(model))
+    state, before = written(model), Snapshot(ModuleWalk(model))
     CHANGES[change](model)
     assert written(model) != state
     before.restore()
@@ -148,7 +148,7 @@ def test_a_change_is_taken_back(change: str) -> None:
 @pytest.mark.parametrize("change", APART)
 def test_a_change_in_a_class_of_ones_own_is_taken_back(change: str) -> None:
     model = Apart()
-    state, before = written(model), Snapshot(Walk(model))
+    state, before = written(model), Snapshot(ModuleWalk(model))
     before.restore()
     assert written(model) == state
     APART[change](model)
@@ -170,7 +170,7 @@ def test_a_change_in_a_class_of_ones_own_is_taken_back(change: str) -> None:
 )
 def test_new_tensors_are_told(keep: Callable[[Model, Tensor], Any]) -> None:
     model, tensor = Model(), torch.zeros(2)
-    before = Snapshot(Walk(model))
+    before = Snapshot(ModuleWalk(model))
     keep(model, tensor)
     before.restore()
     assert before.had_new_tensors
@@ -178,7 +178,7 @@ def test_new_tensors_are_told(keep: Callable[[Model, Tensor], Any]) -> None:
 
 def test_tensors_in_another_place_are_not_new() -> None:
     model = Model()
-    before = Snapshot(Walk(model))
+    before = Snapshot(ModuleWalk(model))
     model.own.names.append(model.linear.weight)
     before.restore()
     assert not before.had_new_tensors
@@ -249,7 +249,7 @@ def test_what_functions_share_by_name_is_taken_back(forward: Callable[[Any], Non
     """A function that the model's class has, or that another one of the user's names."""
     kind = type("Own", (nn.Module,), {"forward": forward if is_method else lambda self: forward(self)})
     model, before = kind(), shared()
-    snapshot = Snapshot(Walk(model))
+    snapshot = Snapshot(ModuleWalk(model))
     model()
     assert shared() != before
     snapshot.restore()

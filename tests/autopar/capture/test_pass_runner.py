@@ -20,7 +20,7 @@ from autopar.capture.flatten import passes
 from autopar.capture.pass_runner import name_of, run
 from autopar.capture.repeats.repeats import Repeats
 from autopar.graph.dump import VARIABLE
-from autopar.graph.module_walk import Walk
+from autopar.graph.module_walk import ModuleWalk
 from autopar.graph.program import Body, Program
 from autopar.verification.simulator import fake_process_group
 from planner.base.errors import InputError
@@ -47,7 +47,7 @@ class Layers(nn.Module):
 
 
 MODEL = Layers()
-PASSES = passes(MODEL, Repeats(Walk(MODEL), []))
+PASSES = passes(MODEL, Repeats(ModuleWalk(MODEL), []))
 
 
 def exported() -> ExportedProgram:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.formulation.decision_names import fillings, pattern, refined
+from planner.formulation.decision_names import fillings, pattern, filled
 
 PART = st.sampled_from(["0", "1", "2", "10", "a", "b_1"])
 
@@ -30,4 +30,4 @@ def test_what_stands_in_the_place_of_stars_is_written_short(names: list[str], te
 @given(st.integers(1, 3).flatmap(lambda n: st.lists(st.lists(PART, min_size=n, max_size=n), min_size=1, max_size=6)))
 def test_names_come_back_from_their_pattern(parts: list[list[str]]) -> None:
     names = [".".join(each) for each in parts]
-    assert set(refined(pattern(names), fillings(names))) == set(names)
+    assert set(filled(pattern(names), fillings(names))) == set(names)

@@ -203,7 +203,7 @@ def test_the_bound_between_two_steps_holds_for_every_step_between() -> None:
         for limit in (9_000_000, 11_000_000, 13_000_000, 20_000_000):
             for low, high in itertools.pairwise(frontier.breakpoints):
                 problems = [space.problem(limit, frontier.steps[step]) for step in range(low, high + 1)]
-                answers = [solve(problem, leanest=False) for problem in problems]
+                answers = [solve(problem, least_memory=False) for problem in problems]
                 bound = lower_bound_between(problems[0], problems[-1]).time_s
                 assert all(bound <= answer.objective_s * (1 + 1e-9) for answer in answers)
                 bounded += any(answer.status == "infeasible" for answer in answers) and bound > 0

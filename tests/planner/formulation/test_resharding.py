@@ -7,8 +7,8 @@ import pytest
 
 from planner.cost.calibration import Calibration
 from planner.cost.model import CostModel
-from planner.formulation.resharding import STEPS, Collective, ConversionTable, ReshardStep, passes
-from planner.formulation.resharding_tables import BUCKET_BYTES, NOT_BROUGHT
+from planner.formulation.resharding import STEPS, Collective, ReshardingTable, ReshardStep, passes
+from planner.formulation.resharding_tables import BUCKET_BYTES, NOT_GATHERED
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
@@ -29,7 +29,7 @@ def price(kind, axis, bytes_in, is_shared):
 
 
 def table(mesh):
-    return ConversionTable(TENSOR, mesh, (Shard(0), Shard(1)), price, touch_s_per_byte=0.0, launch_s=1e-8)
+    return ReshardingTable(TENSOR, mesh, (Shard(0), Shard(1)), price, touch_s_per_byte=0.0, launch_s=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -94,20 +94,20 @@ def test_routes_are_legal_and_as_cheap_as_promised(mesh):
         assert seconds["backward"] == pytest.approx(found.backward_s[i, j], abs=1e-7)
 
 
-def brought(mesh):
+def gathering_table(mesh):
     """Of a parameter, where to gather it and to sum all of its gradient by itself would be the quickest."""
 
     def quick_sums(kind, axis, bytes_in, is_shared):
         return price(kind, axis, bytes_in, is_shared) * (0.1 if kind == "all_reduce" else 1.0)
 
-    return ConversionTable(
-        TENSOR, mesh, (Shard(0), Shard(1)), quick_sums, touch_s_per_byte=0.0, launch_s=1e-8, is_brought=True
+    return ReshardingTable(
+        TENSOR, mesh, (Shard(0), Shard(1)), quick_sums, touch_s_per_byte=0.0, launch_s=1e-8, is_gathered=True
     )
 
 
 def test_gradients_of_parameters_are_reduced_to_where_they_are_stored():
     mesh = Mesh.of(a=2, b=2)
-    found = brought(mesh)
+    found = gathering_table(mesh)
     for src, dst in itertools.product(found.layouts, repeat=2):
         if np.isfinite(found.forward_s[found.index[src], found.index[dst]]):
             rules = [step.rule for step in found.route(src, dst)]
@@ -123,7 +123,7 @@ def test_only_calls_that_parameters_share_are_priced_as_shared():
 
     mesh, both = Mesh.of(a=4), {}
     for together in (0, 3):
-        table = ConversionTable(TENSOR, mesh, (Shard(0),), halved, 0.0, 0.0, together=together)
+        table = ReshardingTable(TENSOR, mesh, (Shard(0),), halved, 0.0, 0.0, together=together)
         both[together] = {
             (src, dst): table.forward_s[table.index[src,], table.index[dst,]]
             + table.backward_s[table.index[src,], table.index[dst,]]
@@ -170,7 +170,7 @@ def measured_cluster():
     "source, kind", [((I,), "all_reduce"), ((Shard(0),), "reduce_scatter")], ids=["sums", "shards"]
 )
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_parameters_that_one_call_brings_pay_for_one_call_together(source, kind, tier):
+def test_parameters_that_one_call_gathers_pay_for_one_call_together(source, kind, tier):
     """A block has weights and biases of several sizes; what they pay besides is that they are copied into one piece.
 
     The call runs beside another block's computing unless parameters come from the host.
@@ -190,7 +190,7 @@ def test_parameters_that_one_call_brings_pay_for_one_call_together(source, kind,
         shares.append(back_s - start_s - copied_s * sizes[ref])
     assert sum(shares) == pytest.approx(cost.collective_s(kind, mesh.axes[0], sum(sizes.values()), beside=beside))
     assert min(shares) >= cost.collective_s(kind, mesh.axes[0], 0, beside=beside) / len(refs)
-    assert all(stated.tables.together(ref) == NOT_BROUGHT for ref in refs)
+    assert all(stated.tables.together(ref) == NOT_GATHERED for ref in refs)
 
 
 @pytest.mark.parametrize("gathers", ["each", "once"])

@@ -180,7 +180,7 @@ def test_one_device_leaves_nothing_else() -> None:
 @pytest.mark.parametrize(
     "alternative, text",
     [
-        (Alternative("rows", math.inf, math.inf, True, 3 * 2**30), "none fits in memory; the leanest needs 3.0 GiB"),
+        (Alternative("rows", math.inf, math.inf, True, 3 * 2**30), "none fits in memory; the least is 3.0 GiB"),
         (Alternative("all rows", 1e-3, 0.0512), "+5.12 % step time (1.0 ms): all rows"),
         (Alternative("all rows", 1e-3, 0.0512, False, 0, 1), "+5.12 % step time (1.0 ms): all rows, with 1 other "
          "decision changed (the best found in the time)"),

@@ -75,7 +75,7 @@ def priced(flops_per_s: float = 1e9) -> ClusterSpec:
     return spec.model_copy(update={"device": device})
 
 
-def test_what_is_dear_for_its_bytes_is_given_up_last() -> None:
+def test_what_is_expensive_for_its_bytes_is_discarded_last() -> None:
     decision_graph, kind = decision_graph_of(bottlenecks())
     names = [node.name[:-1] for node in decision_graph.blocks.backward(kind).nodes]
     front = corners(decision_graph, kind, CostModel(priced()))

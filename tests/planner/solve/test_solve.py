@@ -236,7 +236,7 @@ def test_a_solver_that_breaks_off_proves_nothing(monkeypatch: pytest.MonkeyPatch
 def test_prices_that_a_linear_program_does_not_find_are_those_of_before(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """GLOP discards on planes that hardly differ: what it left has no values, and asking for them is an error."""
+    """GLOP gives up on planes that hardly differ: what it left has no values, and asking for them is an error."""
     failed = []
 
     def fail(program: pywraplp.Solver) -> int:

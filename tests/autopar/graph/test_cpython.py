@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autopar.graph.interpreter import no_garbage, on_one_stack
+from autopar.graph.cpython import no_garbage, on_one_stack
 
 CALLS = 1000
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from planner.analysis.memory.autograd_tape import Target, Value
 from planner.analysis.memory.storages import Storage
 from planner.analysis.memory.walk import Walk
-from planner.formulation.assignment import Chunk
+from planner.formulation.assignment import GatherBucket
 from planner.formulation.resharding import ReshardStep, Route, local_bytes
 from planner.ir.folding import Block
 from planner.ir.graph import Ref
@@ -31,11 +31,11 @@ def bucket_bytes(walk: Walk, values: Mapping[Ref, Value]) -> int:
     resharded = [value for ref, value in values.items() if sums_of(walk, ref) and _are_parameters([value])]
     found = sum(value.bytes for value in resharded if value.made)
     for number in +times:
-        for chunk in walk.assignment.chunks(walk.instances[number].block):
-            steps = _crossing_steps(walk, next(iter(chunk.values())))  # like those of the others
-            chunked = [values[ref] for ref in chunk]
-            if steps and steps[0].rule == "I>R" and _are_parameters(chunked):
-                found += sum(value.bytes for value in chunked if value.made) * times[number]
+        for bucket in walk.assignment.gather_buckets(walk.instances[number].block):
+            steps = _crossing_steps(walk, next(iter(bucket.values())))  # like those of the others
+            together = [values[ref] for ref in bucket]
+            if steps and steps[0].rule == "I>R" and _are_parameters(together):
+                found += sum(value.bytes for value in together if value.made) * times[number]
     return found
 
 
@@ -54,31 +54,31 @@ def _is_crossing(walk: Walk, step: ReshardStep) -> bool:
     return axis.size > 1 and axis.name != MICRO
 
 
-def bring(walk: Walk, block: Block, frame: dict[Ref, Value]) -> dict[Ref, Value]:
+def gather(walk: Walk, block: Block, frame: dict[Ref, Value]) -> dict[Ref, Value]:
     """Parameters that are gathered, and whose gradients are reduced, together: an autograd node per axis; held."""
     ready: dict[Ref, Value] = {}
     ahead = walk.assignment.ahead(block)
-    for number, chunk in enumerate(walk.assignment.chunks(block)):
-        current = [frame[ref] for ref in chunk]
+    for number, bucket in enumerate(walk.assignment.gather_buckets(block)):
+        current = [frame[ref] for ref in bucket]
         for value in current:
             walk.heap.hold(value.storage)
-        for place, steps in enumerate(zip(*chunk.values(), strict=True)):
+        for place, steps in enumerate(zip(*bucket.values(), strict=True)):
             if _is_crossing(walk, steps[0]):
                 is_ahead = place == ahead.get(number)
-                current = prefetch(walk, current, chunk, steps, number if is_ahead else None)
-        ready.update(zip(chunk, current, strict=True))
+                current = prefetch(walk, current, bucket, steps, number if is_ahead else None)
+        ready.update(zip(bucket, current, strict=True))
     return ready
 
 
 def prefetch(
-    walk: Walk, values: list[Value], chunk: Chunk, steps: tuple[ReshardStep, ...], ahead: int | None = None
+    walk: Walk, values: list[Value], bucket: GatherBucket, steps: tuple[ReshardStep, ...], ahead: int | None = None
 ) -> list[Value]:
     """The same held values after one step, held in their place.
 
     Args:
-        ahead: the number of the chunk, if this step is perhaps underway.
+        ahead: the number of the bucket, if this step is perhaps underway.
     """
-    types = [walk.graph.type_of(ref) for ref in chunk]
+    types = [walk.graph.type_of(ref) for ref in bucket]
     is_sum = steps[0].rule == "I>R"
     tape = walk.tape("sum of gradients" if is_sum else "gathering", len(values))
     tape.together = sum(value.bytes for value in values if value.made)
@@ -88,7 +88,7 @@ def prefetch(
     if is_sum:
         return [replace(value, made=each) for value, each in zip(values, made, strict=True)]
     sizes = [local_bytes(tensor, step.after, walk.mesh) for tensor, step in zip(types, steps, strict=True)]
-    names = [f"gathered {walk.called(ref)}" for ref in chunk]
+    names = [f"gathered {walk.called(ref)}" for ref in bucket]
     tape.works = sum(size for size, value in zip(sizes, values, strict=True) if value.made)
     tape.sends = not walk.is_away and _are_parameters(values)
     storages = _gather(walk, [value.storage for value in values], names, sizes, steps, ahead)
@@ -108,10 +108,10 @@ def _start_following(walk: Walk) -> None:
     if following is None:
         return
     block = walk.instances[following].block
-    chunks = walk.assignment.chunks(block)
+    buckets = walk.assignment.gather_buckets(block)
     for number, place in walk.assignment.ahead(block).items():
         if (following, number) not in walk.underway:
-            steps = {ref: route[place] for ref, route in chunks[number].items()}
+            steps = {ref: route[place] for ref, route in buckets[number].items()}
             sizes = [local_bytes(walk.graph.type_of(ref), step.after, walk.mesh) for ref, step in steps.items()]
             names = [f"gathered {walk.called(ref)}" for ref in steps]
             walk.underway[following, number] = _start(walk, [walk.parts[ref] for ref in steps], names, sizes)
