@@ -5,8 +5,7 @@ memory, of those in which all chunks take turns. What backward asks for is made 
 (:class:`autopar.runtime.autograd.saved_handle.Held`).
 
 The step after, or a backward that does not follow the transfer schedule, may find some of it still asked for: then what
-    is not
-at home goes there before it leaves the device, and is read from there.
+is not at home goes there before it leaves the device, and is read from there.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Who asks for the rows of one gathering starts those of the next block: in forward those of the block after, in backward
 those of the block before, which runs its backward next. So a gather has all of a block's computing to hide behind, and
 does not wait behind the reduced gradients of that block, which are sent after it. With micro-batches these are the
-blocks of one
-stage: nothing is on its way when the next action of the schedule begins.
+blocks of one stage: nothing is on its way when the next action of the schedule begins.
 """
 
 from __future__ import annotations

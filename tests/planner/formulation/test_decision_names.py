@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.formulation.decision_names import fillings, pattern, filled
+from planner.formulation.decision_names import filled, fillings, pattern
 
 PART = st.sampled_from(["0", "1", "2", "10", "a", "b_1"])
 
