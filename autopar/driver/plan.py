@@ -16,24 +16,17 @@ from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched
 from autopar.emit.stage_programs import check_micro_batched
 from autopar.graph.cpython import no_garbage, on_one_stack
-from planner.analysis.memory import usage
-from planner.analysis.prediction import predict, predict_micro_batched
 from planner.base.errors import InputError, PlanError
 from planner.cost.cluster import ClusterSpec
-from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment
-from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.pipeline_pace import pace_of
-from planner.formulation.search_space import Space
-from planner.formulation.strategies import rules_of
+from planner.formulation.pinned_space import pinned_space
 from planner.formulation.training import Training
 from planner.plan.plan import Plan, Search, describe, refold, reprice, restage, restore
 from planner.search.advice import Request, search_or_advise
 from planner.search.search import GAP
 from planner.solve.pipeline.schedule import schedule
-from planner.solve.transfers import TransferSchedule
 
 
 @no_garbage()
@@ -144,24 +137,17 @@ def plan_traced(
         runs_micro_batched=partial(_runs_micro_batched, traced),
     )
     found = search_or_advise(request, progress)
-    assignment, staged = found.assignment, found.staged
-    transfer_schedules: tuple[TransferSchedule, ...] = ()
-    if pins.tier != "device":
-        transfer_schedules, predicted = found.offloaded
-    elif staged is None:
-        predicted = predict(assignment, found.evaluation.time_s, found.memory or usage(assignment))
-    else:
-        predicted = predict_micro_batched(assignment, staged)
+    transfer_schedules, predicted = found.planned_step
     looked = [c for c in found.candidates if c.proof != "arithmetic" or c.status != "not tried"]
     seen = tuple(candidate.facts() for candidate in looked)
     seconds, unseen = {"capture": traced.capture_s, **found.seconds}, len(found.candidates) - len(seen)
     return describe(
-        assignment,
+        found.assignment,
         traced.facts,
         pins.to_dict(),
         predicted,
         Search(found.status, found.gap, seconds, seen, unseen, max_axes, time_limit_s),
-        staged,
+        found.staged,
         transfer_schedules,
     )
 
@@ -197,12 +183,9 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
         return plan.assignment
     facts = traced.facts
     folded = refold(plan, traced.graph, facts)
-    rules = rules_of(traced.graph)
-    pins = Pins.parse(plan.pin)
-    kept, stages = filters(pins, traced.graph, rules, plan.mesh), 1 if plan.pipeline is None else plan.pipeline.ranks
+    pins, stages = Pins.parse(plan.pin), 1 if plan.pipeline is None else plan.pipeline.ranks
     training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.unsharding)
-    pace = pace_of(stages, plan.mesh.micro_batches, pins.schedule)
-    space = Space(folded, plan.mesh, CostModel(plan.cluster), training, rules, *kept, pace=pace)
+    space = pinned_space(traced.graph, folded, plan.mesh, plan.cluster, pins, training, stages)
     return restore(plan, space, facts)
 
 

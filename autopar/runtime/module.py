@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from autopar.graph.listing import readable
 from autopar.runtime.host.gradient_buckets import Buckets
 from autopar.runtime.offload.block_hooks import parts_at_home
 from autopar.runtime.offload.early_update import check_separate
@@ -363,10 +364,9 @@ def _is_cut(parameter: Tensor) -> bool:
 
 
 def _readable(code: str, name: str) -> str:
-    """A program's text without what fx adds for the interpreter."""
+    """A program's text as :func:`readable`, with the runtime's functions by their own names."""
     words = "convert|(?:replicate|gather)_parameters|gather_ahead|draw|(?:enter|leave)_block"
     code = re.sub(rf"\bautopar_runtime_\w+?_(?={words})", "", code)
     code = re.sub(r"\bautopar_runtime_layers_[a-z]+_", "layers.", code)
     code = re.sub(r"\bautopar_emit_block_program_getitem\((\w+), (\d+)\)", r"\1[\2]", code)
-    code = code.replace("torch.ops.aten.", "aten.").replace("def forward(self", f"def {name}(self", 1)
-    return "\n".join(line for line in code.splitlines() if line.strip())
+    return readable(code, name)

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.functions.carry import around, carried_by
 from planner.ir.graph import Graph, Node
+from planner.ops import drops
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _NARROW_NAMES = frozenset(str(dtype).removeprefix("torch.") for dtype in _NARROW)
@@ -69,9 +70,8 @@ def widened(graph: Graph) -> Graph:
 
 
 def _widened(node: Node) -> Node:
-    rates = ("dropout_p", "p") if "dropout" in node.op else ("dropout_p",)
     args = {name: f"torch.{_wide_name(value)}" if _is_dtype(value) else value for name, value in node.args}
-    args |= {name: 0.0 for name in rates if args.get(name)}
+    args |= {rate: 0.0} if (rate := drops(node)) else {}
     results = tuple(replace(result, dtype=_wide_name(result.dtype)) for result in node.results)
     return replace(node, args=tuple(args.items()), results=results)
 

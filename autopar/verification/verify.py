@@ -40,20 +40,19 @@ from autopar.verification.typecheck import TypeReport, typecheck
 from planner.analysis.prediction import collectives
 from planner.base.errors import CaptureError, PinError, VerificationError
 from planner.cost.cluster import ClusterSpec
-from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment, assignment_of
-from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.pipeline_pace import pace_of
+from planner.formulation.pinned_space import pinned_space
 from planner.formulation.resharding import Collective
 from planner.formulation.search_space import Space
 from planner.formulation.stage_boundaries import Exchange, exchanges
-from planner.formulation.strategies import Choice, rules_of
+from planner.formulation.strategies import Choice
 from planner.formulation.training import Training
 from planner.formulation.variables import Variable
 from planner.ir.folding import Folded, fold, refold
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import Layout, Mesh
+from planner.ops import drops
 from planner.plan.plan import Plan
 from planner.solve.choices import solve
 
@@ -488,11 +487,8 @@ def space_on(
     training: Training | None = None,
 ) -> Space:
     """Every decision to take for a captured model on the mesh of a stage, for its own folding or a given one."""
-    rules = rules_of(traced.graph)
     folded = fold(traced.graph) if folded is None else folded
-    kept = filters(pins, traced.graph, rules, mesh)
-    pace = pace_of(stages, mesh.micro_batches, pins.schedule)
-    return Space(folded, mesh, CostModel(cluster), training or Training(), rules, *kept, pace=pace)
+    return pinned_space(traced.graph, folded, mesh, cluster, pins, training or Training(), stages)
 
 
 def decide_on(traced: Traced, mesh: Mesh, cluster: ClusterSpec, pins: Pins, time_limit_s: float = 60.0) -> Assignment:
@@ -535,7 +531,7 @@ def _describe(mesh: Mesh) -> str:
 
 def _draws(traced: Traced) -> bool:
     """Whether any operator drops values at random."""
-    return any(("dropout" in node.op and node["p"]) or node["dropout_p"] for node in traced.graph.nodes)
+    return any(map(drops, traced.graph.nodes))
 
 
 def _tensors(model: nn.Module, *trees: Any) -> list[Tensor]:

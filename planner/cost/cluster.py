@@ -204,6 +204,11 @@ class ClusterSpec(Described):
         return math.prod(level.size for level in self.levels)
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether ranks compute on CPUs: there is no flash attention, and moving takes the cores that compute."""
+        return self.backend == "gloo"
+
+    @property
     def spans(self) -> tuple[int, ...]:
         """Devices in one unit of each level, innermost first: ``(8, 32)`` for four nodes of eight."""
         sizes = [level.size for level in self.levels]
@@ -217,9 +222,7 @@ class ClusterSpec(Described):
         """
         if self.host is None:
             fields = "memory_bytes, link_bytes_per_s and memory_bandwidth_bytes_per_s"
-            way_out = (
-                "ClusterSpec.local takes host_memory_bytes" if self.backend == "gloo" else "all of one device's share"
-            )
+            way_out = "ClusterSpec.local takes host_memory_bytes" if self.on_cpu else "all of one device's share"
             raise ClusterError(
                 f"cluster {self.name!r} does not say what memory its devices have beside them, which a plan that "
                 f"offloads must know: add 'host' with {fields} ({way_out})"
@@ -241,7 +244,7 @@ class ClusterSpec(Described):
             link, passed = host.link_bytes_per_s, measured or host.memory_bandwidth_bytes_per_s
             return Home(host.memory_bytes, link, link, passed, passed)
         if self.disk is None:
-            way_out = "ClusterSpec.local takes disk_bytes" if self.backend == "gloo" else "all of one device's share"
+            way_out = "ClusterSpec.local takes disk_bytes" if self.on_cpu else "all of one device's share"
             raise ClusterError(
                 f"cluster {self.name!r} does not say what disk its devices have, which a plan that offloads to disk "
                 f"must know: add 'disk' with memory_bytes, read_bytes_per_s and write_bytes_per_s ({way_out})"

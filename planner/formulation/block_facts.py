@@ -95,16 +95,16 @@ class BlockFacts:
             self._working[node.name] = working(self.graph, node)
         return self._working[node.name]
 
-    def traffic(self, node: Node, on_host: bool) -> MemoryTraffic:
+    def traffic(self, node: Node, on_cpu: bool) -> MemoryTraffic:
         """What an operator passes over, see :mod:`planner.ops.memory_traffic`; all of a variable do the same."""
         number, at = self.seat[node.name]
         kind = self.folded.instances[number].kind
-        if (kind, at, on_host) not in self._traffic:
+        if (kind, at, on_cpu) not in self._traffic:
             first = self.folded.kinds[kind][0].block.nodes[at]
             last = self._read_last(kind)
             where = added_places(self.graph, first, frozenset(ref for ref in first.inputs if last.get(ref, at) > at))
-            self._traffic[kind, at, on_host] = traffic(self.graph, first, where, on_host=on_host)
-        return self._traffic[kind, at, on_host]
+            self._traffic[kind, at, on_cpu] = traffic(self.graph, first, where, on_cpu=on_cpu)
+        return self._traffic[kind, at, on_cpu]
 
     def _read_last(self, kind: int) -> dict[Ref, int]:
         """Value -> the last operator with a gradient in a kind's first instance that reads it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,8 +20,9 @@ from planner.formulation.training import Tier, Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS
+from planner.ops.attention import is_causal
 from planner.ops.memory_traffic import MemoryTraffic
-from planner.ops.saved_tensors import COPIES, is_own, own_bytes, saved_words
+from planner.ops.saved_tensors import is_own, own_bytes, saved_tensors
 from planner.ops.sharding_rule import Inner, Rule
 from planner.solve.problem import Floats, Ints
 
@@ -170,10 +171,10 @@ class LocalCosts:
         assert isinstance(choice, Choice)
         if not any(Ref(node.name, index) in self.graph.differentiated for index in range(len(node.results))):
             return 0
-        types, backend, sizes = self.graph.input_types(node), self.cost.cluster.backend, self._sizes(node, choice)
-        words = (word for word in saved_words(node, types, backend) if is_own(word, node))
-        words = (word for word in words if word not in COPIES.values())  # operands, which are counted, stand for them
-        return sum(own_bytes(word, node, types, sizes, backend) for word in words)
+        types, on_cpu, sizes = self.graph.input_types(node), self.cost.cluster.on_cpu, self._sizes(node, choice)
+        kept = (saved for saved in saved_tensors(node, types, on_cpu) if is_own(saved))
+        kept = (saved for saved in kept if saved.kind != "copy")  # operands, which are counted, stand for copies
+        return sum(own_bytes(saved, node, types, sizes, on_cpu) for saved in kept)
 
     def storage(self, node: Node, layout: Layout) -> tuple[float, int]:
         """Seconds once a step for one leaf, to update and to move it, and the bytes of it that a device always holds:
@@ -252,7 +253,7 @@ class LocalCosts:
 
     def traffic(self, node: Node) -> MemoryTraffic:
         """What an operator passes over in memory."""
-        return self.decision_graph.blocks.traffic(node, on_host=self.cost.cluster.backend == "gloo")
+        return self.decision_graph.blocks.traffic(node, on_cpu=self.cost.cluster.on_cpu)
 
     def _seconds_of(
         self, node: Node, choices: Sequence[Choice], moved: Sequence[Moved]
@@ -288,11 +289,18 @@ class LocalCosts:
         if not any(strategy.inner for strategy in choice.axes):
             return 0.0, 0.0
         inner = {"forward": 0.0, "backward": 0.0}
-        for axis, call in choice.inner:
-            if self.mesh.axes[axis].name != MICRO and (call.phase == "forward" or any(t.grad for t in node.results)):
-                bytes_in = self.inner_bytes(rule, choice, call)
-                inner[call.phase] += self.collective_s(call.kind, self.mesh.axes[axis], bytes_in)
+        for axis, call, bytes_in in self.inner_calls(rule, choice, any(t.grad for t in node.results)):
+            inner[call.phase] += self.collective_s(call.kind, axis, bytes_in)
         return inner["forward"], inner["backward"]
+
+    def inner_calls(self, rule: Rule, choice: Choice, differentiated: bool) -> Iterator[tuple[Axis, Inner, int]]:
+        """The collectives of an operator's local form, on which axis, and the bytes that each rank passes to them;
+        those of backward only where it is differentiated.
+        """
+        for number, call in choice.inner:
+            axis = self.mesh.axes[number]
+            if axis.size > 1 and axis.name != MICRO and (call.phase == "forward" or differentiated):
+                yield axis, call, self.inner_bytes(rule, choice, call)
 
     def _compute(
         self, node: Node, traffic: MemoryTraffic, shapes: Sequence[tuple[int, ...]], moved: Moved, flops: float
@@ -301,7 +309,7 @@ class LocalCosts:
         dtype = node.results[0].dtype if node.results else "float32"
         forward_s = backward_s = 0.0
         if traffic.runs:
-            kernel = kernel_of(node.op, shapes, causal=dict(node.args).get("is_causal") is True)
+            kernel = kernel_of(node.op, shapes, causal=is_causal(node))
             forward_s = self.cost.compute_s(flops, moved.forward, dtype, kernel=kernel, known_by=moved.once)
             if moved.backward:
                 kernel = kernel and kernel.backward

@@ -301,8 +301,8 @@ class Space(LocalCosts):
             again_everywhere = all(each.levels(cast(int, variable[1])) for each in amounts)
             # Parameters come only then, or are gathered again (see :meth:`problem`), or their gradients lie beside the
             # buckets that the host keeps for them (see autopar/runtime/host/gradient_buckets.py).
-            is_away, on_host = self.training.tier != "device", self.cost.cluster.backend == "gloo"
-            if is_away or (not self.micro_batched and (again_everywhere or on_host)):
+            is_away, on_cpu = self.training.tier != "device", self.cost.cluster.on_cpu
+            if is_away or (not self.micro_batched and (again_everywhere or on_cpu)):
                 transient = transient + parameters
             packed, pace = self._packed_of(variable), self.pace
             time = (forward + backward + inner) * (

@@ -1,94 +1,12 @@
-"""The op table: what the planner knows of each ATen operator."""
+"""The op table: what the planner knows of each ATen operator.
 
-from __future__ import annotations
+A graph's node becomes a row: which factors may be sharded (``sharding_rule``, ``signature``), how many flops it takes,
+and what its backward needs. One module per family holds the rows, ``registry`` finds them; ``memory_traffic``,
+``saved_tensors`` and ``workspace`` say what follows in bytes. All facts of an operator stand in its row, so that a new
+operator is a row and nothing else.
+"""
 
-from typing import Any
-
-from planner.ir.graph import Node, TensorType
-from planner.ops import (
-    attention,
-    contraction,
-    convolution,
-    elementwise,
-    embedding,
-    factory,
-    function,
-    indexing,
-    loss,
-    normalization,
-    random,
-    reduction,
-    reshape,
-)
+from planner.ops.registry import FAMILIES, OPS, attends, drops, passed_places, saved_places
 from planner.ops.table import Row
 
-FAMILIES = (
-    elementwise,
-    reshape,
-    reduction,
-    indexing,
-    factory,
-    contraction,
-    attention,
-    normalization,
-    loss,
-    embedding,
-    convolution,
-    random,
-)
-
-
-class Table(dict[str, Row]):
-    """Rows by operator. All Functions share one (:mod:`planner.ops.function`), which their names do not stand for."""
-
-    def get(self, op: str, default: Any = None) -> Row | None:  # type: ignore[override]
-        """The row of an operator, ``default`` where it has none."""
-        return function.ROW if op.startswith(function.PREFIX) else super().get(op, default)
-
-    def __contains__(self, op: object) -> bool:
-        return str(op).startswith(function.PREFIX) or super().__contains__(op)
-
-
-OPS = Table({op: row for family in FAMILIES for op, row in family.ROWS.items()})
-
-
-def attends(op: str) -> bool:
-    """Whether an operator is attention."""
-    row = OPS.get(op)
-    return row is not None and row.kernel == "attention"
-
-
-def saved_places(node: Node, operands: tuple[TensorType, ...], *, own: bool = False) -> tuple[int, ...]:
-    """Which tensors backward of an operator needs, as places among its operands, then results.
-
-    An operator without a row may need them all.
-
-    Args:
-        own: count what it keeps besides these, where that is large, like its first operand; and what it never lets go.
-    """
-    row, first = OPS.get(node.op), len(operands)
-    count = first + len(node.results)
-    if row is None:
-        return tuple(range(count))
-    places: dict[int, None] = {}
-    for word in (*row.saved(node, operands), *(function.holds(node) if own else ())):
-        if word.startswith(("in", "out")):
-            places[int(word[2:]) if word.startswith("in") else first + int(word[3:])] = None
-        elif own and word in ("own", "mask"):
-            places[0] = None
-        elif own and (kept := function.kept(word, node)) is not None and kept[1] >= 1:
-            places[kept[0]] = None
-    return tuple(place for place in places if place < count)
-
-
-def passed_places(node: Node, operands: tuple[TensorType, ...]) -> tuple[int, ...]:
-    """Operands whose gradient is the result's itself, not a new tensor: of its shape and dtype, nothing being saved."""
-    row = OPS.get(node.op)
-    if row is None or not node.results or row.saved(node, operands):
-        return ()
-    of = [(tensor.shape, tensor.dtype) for tensor in operands]
-    result = node.results[0].shape, node.results[0].dtype
-    return tuple(place for place in row.passes if place < len(of) and of[place] == result)
-
-
-__all__ = ["FAMILIES", "OPS", "Row", "attends", "passed_places", "saved_places"]
+__all__ = ["FAMILIES", "OPS", "Row", "attends", "drops", "passed_places", "saved_places"]

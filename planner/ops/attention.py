@@ -47,6 +47,11 @@ def attention(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     return replace(rule, special={"query": Special(strided=True)}) if offset_rows else rule
 
 
+def is_causal(node: Node) -> bool:
+    """Whether an operator is attention that leaves out what comes later, which kernels need not compute."""
+    return dict(node.args).get("is_causal") is True
+
+
 def attention_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> int:
     """Two products over every (query, key) pair; a causal mask leaves half of the pairs."""
     pairs = math.prod(size for factor, size in rule.sizes.items() if factor not in ("d", "e"))

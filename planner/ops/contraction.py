@@ -99,7 +99,7 @@ def every_operand(node: Node, operands: Operands) -> tuple[str, ...]:
     return tuple(f"in{i}" for i in range(len(node.inputs)))
 
 
-product = partial(Row, flops=contraction_flops, saves=("in0", "in1"), mutual=True, kernel="matmul")
+product = partial(Row, flops=contraction_flops, saves=("in0", "in1"), contracts=True, mutual=True, kernel="matmul")
 
 ROWS: dict[str, Row] = {
     **rows("linear", product(linear, kernel="linear", views=(0, 1, 2))),

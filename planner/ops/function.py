@@ -21,7 +21,7 @@ from typing import Any
 
 from planner.ir.graph import Node, TensorType
 from planner.ops.sharding_rule import Dims, Rule, Special
-from planner.ops.table import Row
+from planner.ops.table import Row, Saved
 
 PREFIX = "function."
 """What names of these operators begin with."""
@@ -65,16 +65,16 @@ def _saves(node: Node, operands: Operands) -> tuple[str, ...]:
     return (*saves, *(f"kept{number}" for number in range(len(kept))))
 
 
-def kept(word: str, node: Node) -> tuple[int, float] | None:
-    """What a word of ``saves`` keeps besides operands and results, as in ``kept``; ``None`` for another word."""
+def kept(saved: Saved, node: Node) -> tuple[int, float] | None:
+    """What it keeps besides operands and results, as in ``kept``; ``None`` for anything else that it saves."""
     every: Any = node["kept"]
-    return every[int(word.removeprefix("kept"))] if word.startswith("kept") else None
+    return every[saved.place] if saved.kind == "kept" else None
 
 
-def holds(node: Node) -> tuple[str, ...]:
-    """Words for operands and results that the code of a Function holds until its backward ran."""
+def holds(node: Node) -> tuple[Saved, ...]:
+    """Operands and results that the code of a Function holds until its backward ran."""
     found: Any = node["holds"]
-    return found if node.op.startswith(PREFIX) else ()
+    return tuple(map(Saved.parse, found)) if node.op.startswith(PREFIX) else ()
 
 
 def works(node: Node) -> int:

@@ -41,14 +41,14 @@ class MemoryTraffic:
     runs: bool
 
 
-def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_host: bool = False) -> MemoryTraffic:
+def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_cpu: bool = False) -> MemoryTraffic:
     """What an operator moves.
 
     Args:
         graph: that it stands in.
         node: the operator.
         added: operands whose gradients are added to what other readers have found.
-        on_host: whether it runs on the host, where dropout draws a mask like its operand, not of bytes.
+        on_cpu: whether it runs on a CPU, where dropout draws a mask like its operand, not of bytes.
     """
     row, types = OPS.get(node.op), graph.input_types(node)
     tensors = (*types, *node.results)
@@ -66,7 +66,7 @@ def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_host: b
     elif (passes := moves(node)) is not None:
         forward, backward = ([each] * len(tensors) for each in passes)
     else:
-        own = _own(row, node, types, on_host)
+        own = _own(row, node, types, on_cpu)
         if own:
             forward[0] += own
         if row.flops is no_flops:
@@ -116,10 +116,10 @@ def _backward_passes(types: tuple[TensorType, ...], results: tuple[TensorType, .
     return [1.0, *[0.0] * (len(types) - 1), *[float(kernels)] * len(results)], kernels
 
 
-def _own(row: Row, node: Node, types: tuple[TensorType, ...], on_host: bool) -> float:
+def _own(row: Row, node: Node, types: tuple[TensorType, ...], on_cpu: bool) -> float:
     """Passes over the first operand that come to what an operator keeps of its own for backward."""
-    passes = {"own": 1.0, "mask": 1.0 if on_host or not types else 1 / types[0].item_bytes}
-    return sum(passes.get(word, 0.0) for word in row.saved(node, types)) if types else 0.0
+    passes = {"own": 1.0, "mask": 1.0 if on_cpu or not types else 1 / types[0].item_bytes}
+    return sum(passes.get(saved.kind, 0.0) for saved in row.saved(node, types)) if types else 0.0
 
 
 def _streamed(row: Row, node: Node, types: tuple[TensorType, ...], own: float) -> list[float]:
@@ -130,9 +130,8 @@ def _streamed(row: Row, node: Node, types: tuple[TensorType, ...], own: float) -
     wanted = [place for place, tensor in enumerate(types) if tensor.grad and place not in passed]
     if not wanted:
         return passes
-    for word in row.saved(node, types):
-        place = int(word[2:]) if word.startswith("in") else count + int(word[3:]) if word.startswith("out") else None
-        if place is not None and place < len(passes):
+    for saved in row.saved(node, types):
+        if (place := saved.among(count)) is not None and place < len(passes):
             passes[place] += 1
     passes[0] += own + 2 * row.works
     smaller = [place for place in wanted if _is_broadcast(types[place], results[0])]

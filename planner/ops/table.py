@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from planner.ir.graph import Node, TensorType
 from planner.ops.sharding_rule import Rule
@@ -34,6 +34,30 @@ def contraction_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) 
 OWN = ("own", "mask", "rows", "scores")
 """What backward may need besides operands and results: a tensor like the first operand; what was drawn for each of its
 elements; a float32 for each of its rows (along the last dim); attention's scores, where there is no flash kernel."""
+
+
+class Saved(NamedTuple):
+    """A tensor that backward of an operator needs.
+
+    Attributes:
+        kind: ``in``, an operand; ``out``, a result; one of :data:`OWN`; ``copy`` of an operand; ``kept``, what a
+            Function
+            keeps besides (:func:`planner.ops.function.kept`).
+        place: which operand or result; which of the things kept.
+    """
+
+    kind: str
+    place: int = 0
+
+    @staticmethod
+    def parse(word: str) -> Saved:
+        """What a row calls ``in0``, ``out1`` or ``mask``."""
+        kind = word.rstrip("0123456789")
+        return Saved(kind, int(word[len(kind) :] or 0))
+
+    def among(self, operands: int) -> int | None:
+        """Its place among so many operands, then results; ``None`` for what is neither."""
+        return {"in": self.place, "out": operands + self.place}.get(self.kind)
 
 
 Family = Literal[
@@ -59,6 +83,7 @@ class Row:
         saves: tensors that backward needs: ``"in0"`` is the first tensor operand, ``"out0"`` the first
             result; what it keeps besides these is one of :data:`OWN`. A tuple, or a function of the node and its
             operands.
+        contracts: it is a matrix product: sums of products of two tensors, nothing else.
         mutual: each saved operand serves the gradients of the other saved ones alone, as in a product.
         passes: operands whose gradient is the result's gradient itself, not a new tensor.
         views: operands whose gradient is a view of another tensor.
@@ -80,6 +105,7 @@ class Row:
     rule: RuleOf
     flops: FlopsOf = no_flops
     saves: tuple[str, ...] | SavesOf = ()
+    contracts: bool = False
     mutual: bool = False
     passes: tuple[int, ...] = ()
     views: tuple[int, ...] = ()
@@ -93,15 +119,11 @@ class Row:
     numbers: Literal["", "counted", "kept", "added"] = ""
     resize: Resize = ""
 
-    @property
-    def contracts(self) -> bool:
-        """Whether it is a matrix product: sums of products of two tensors, nothing else."""
-        return self.flops is contraction_flops
-
-    def saved(self, node: Node, operands: tuple[TensorType, ...]) -> tuple[str, ...]:
+    def saved(self, node: Node, operands: tuple[TensorType, ...]) -> tuple[Saved, ...]:
         """What backward of this application needs."""
         words = self.saves(node, operands) if callable(self.saves) else self.saves
+        found = tuple(map(Saved.parse, words))
         if not self.mutual:
-            return words
-        flows = {f"in{i}" for i, tensor in enumerate(operands) if tensor.grad}
-        return tuple(word for word in words if flows & ({*words} - {word}))
+            return found
+        flows = {Saved("in", i) for i, tensor in enumerate(operands) if tensor.grad}
+        return tuple(saved for saved in found if flows & ({*found} - {saved}))

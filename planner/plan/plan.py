@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from planner.analysis.memory import usage
 from planner.analysis.memory.storages import PeakReport
-from planner.analysis.offload.step_timing import offloaded
 from planner.analysis.pipeline.chain import chain_of, links_of
 from planner.analysis.pipeline.peak_report import peak_micro_batched
 from planner.analysis.pipeline.staged import Staged, price
-from planner.analysis.prediction import Prediction, predict, predict_micro_batched
+from planner.analysis.planned_step import planned_step
+from planner.analysis.prediction import Prediction
 from planner.base.errors import PlanError, ScheduleError
 from planner.base.files import write_text
 from planner.formulation.assignment import Assignment
@@ -487,17 +487,7 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
     problem = space.problem(plan.cluster.device.usable_bytes, assignment.recompute)
     chosen = tuple(space.options[variable].index(assignment.chosen[variable]) for variable in space.variables)  # type: ignore[arg-type]
     staged = restage(plan, assignment)
-    transfer_schedules: tuple[TransferSchedule, ...] = ()
-    if staged is not None:
-        predicted = predict_micro_batched(assignment, staged)
-        if space.training.tier != "device":
-            recomputing = replace(assignment, recompute=staged.recompute(space.folded))
-            transfer_schedules, predicted = offloaded(recomputing, None, predicted, staged)
-    else:
-        memory = usage(assignment)
-        predicted = predict(assignment, evaluate(problem, chosen).time_s, memory)
-        if space.training.tier != "device":
-            transfer_schedules, predicted = offloaded(assignment, memory, predicted)
+    transfer_schedules, predicted = planned_step(assignment, staged, evaluate(problem, chosen).time_s)
     step_s, search = predicted.step_time_s, plan.search
     if not math.isclose(step_s, plan.predicted.step_time_s, rel_tol=1e-9):
         bound = plan.objective_s * (1 - search.gap)

@@ -19,9 +19,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from planner.analysis.memory import Usage, usage
-from planner.analysis.offload.step_timing import WorkingSet, largest_working_set, offloaded
+from planner.analysis.offload.step_timing import WorkingSet, largest_working_set
 from planner.analysis.pipeline.staged import Staged
-from planner.analysis.prediction import Prediction, predict, predict_micro_batched
+from planner.analysis.planned_step import planned_step
+from planner.analysis.prediction import Prediction
 from planner.base.formatting import in_seconds
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.decisions import DecisionGraph
@@ -123,18 +124,14 @@ class Searched:
         return largest_working_set(self.recomputing, self.memory, self.staged)
 
     @cached_property
-    def offloaded(self) -> tuple[tuple[TransferSchedule, ...], Prediction]:
-        """The transfer schedules of the step and what they predict (:mod:`planner.analysis.offload.step_timing`)."""
-        assignment, staged = self.recomputing, self.staged
-        before = (
-            predict(assignment, 0.0, self.memory) if staged is None else predict_micro_batched(self.assignment, staged)
-        )
-        return offloaded(assignment, self.memory, before, staged)
+    def planned_step(self) -> tuple[tuple[TransferSchedule, ...], Prediction]:
+        """The transfer schedules of the step, if there are any, and what is predicted of it."""
+        return planned_step(self.assignment, self.staged, self.evaluation.time_s, self.memory)
 
     @property
-    def offloaded_s(self) -> float:
+    def planned_step_s(self) -> float:
         """Seconds of that step."""
-        return self.offloaded[1].step_time_s
+        return self.planned_step[1].step_time_s
 
     def followed(self, memory: Usage | None = None) -> Searched:
         """The same with the plan followed: its own peak in its candidate's row, where the search has only a sum."""

@@ -84,7 +84,7 @@ def _staying_or_leaving(context: SearchContext, decision_graph: DecisionGraph, c
         if stays is None:
             raise
         return stays
-    if stays is None or leaves.offloaded_s < stays.offloaded_s:
+    if stays is None or leaves.planned_step_s < stays.planned_step_s:
         return leaves
     return stays.above(min(stays.bound_s, leaves.bound_s))
 
@@ -143,7 +143,7 @@ def _leaving_room(
         smaller = smaller.followed()
         if smaller.working_set().bytes <= usable:
             tried.append(smaller.above(found.bound_s))
-    return min(tried, key=lambda each: each.offloaded_s)
+    return min(tried, key=lambda each: each.planned_step_s)
 
 
 def _check_blocks(pins: Pins, blocks: int) -> None:

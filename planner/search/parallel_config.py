@@ -26,6 +26,7 @@ from planner.formulation.unsharding import PER_STEP, Unsharding
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import Mesh
 from planner.ops import OPS
+from planner.ops.attention import is_causal
 from planner.solve.pipeline.schedule import VIRTUAL_STAGES
 from planner.solve.pipeline.stages import Pipeline
 
@@ -355,8 +356,8 @@ def _work_s(node: Node, decision_graph: DecisionGraph, cost: CostModel) -> tuple
     row, operands = OPS.get(node.op), decision_graph.graph.input_types(node)
     flops = 0.0 if row is None else row.flops(node, operands, decision_graph.rules[node.name])
     dtype = node.results[0].dtype if node.results else "float32"
-    kernel = kernel_of(node.op, [t.shape for t in operands], causal=dict(node.args).get("is_causal") is True)
-    traffic = decision_graph.blocks.traffic(node, on_host=cost.cluster.backend == "gloo")
+    kernel = kernel_of(node.op, [t.shape for t in operands], causal=is_causal(node))
+    traffic = decision_graph.blocks.traffic(node, on_cpu=cost.cluster.on_cpu)
     sizes = [tensor.size_bytes for tensor in (*operands, *node.results)]
     forward, backward, besides = (
         sum(times * size for times, size in zip(passes, sizes, strict=True))

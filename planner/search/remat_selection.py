@@ -30,6 +30,7 @@ from planner.formulation.remat.levels import Level, Levels
 from planner.ir.graph import Node, Ref
 from planner.ops import OPS
 from planner.ops.aliasing import shares
+from planner.ops.attention import is_causal
 
 MOST = 3
 """So many levels a block has between keeping everything and keeping nothing."""
@@ -193,12 +194,12 @@ class _Block:
 def _forward_s(decision_graph: DecisionGraph, node: Node, cost: CostModel) -> float:
     """Seconds of an operator forward, on one device that has all of it."""
     row, operands = OPS.get(node.op), decision_graph.graph.input_types(node)
-    traffic = decision_graph.blocks.traffic(node, on_host=cost.cluster.backend == "gloo")
+    traffic = decision_graph.blocks.traffic(node, on_cpu=cost.cluster.on_cpu)
     if not traffic.runs:
         return 0.0
     flops = 0.0 if row is None else row.flops(node, operands, decision_graph.rules[node.name])
     dtype = node.results[0].dtype if node.results else "float32"
-    kernel = kernel_of(node.op, [each.shape for each in operands], causal=dict(node.args).get("is_causal") is True)
+    kernel = kernel_of(node.op, [each.shape for each in operands], causal=is_causal(node))
     sizes = [tensor.size_bytes for tensor in (*operands, *node.results)]
     moved = sum(times * size for times, size in zip(traffic.forward, sizes, strict=True))
     return cost.compute_s(flops, moved, dtype, kernel=kernel, known_by=sum(sizes))

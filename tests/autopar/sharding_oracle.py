@@ -33,7 +33,7 @@ from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import I, LocalType, P, R, Shard, local_shape
 from planner.ops import OPS
 from planner.ops.sharding_rule import AxisStrategy, Rule, axis_strategies
-from planner.ops.table import OWN
+from planner.ops.table import OWN, Saved
 
 Args = dict[str, Any]
 LocalForm = Callable[[AxisStrategy, list[Args]], list[Any] | None]
@@ -254,10 +254,10 @@ def check_rule(rule: Rule, operands: Sequence[Tensor], results: Sequence[Tensor]
     assert inexact or not rule.linear, "sums of integers and booleans do not survive reshardings"
 
 
-def check_saves(saves: Sequence[str], operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+def check_saves(saves: Sequence[Saved], operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     """Assert that the tensors that backward is said to need exist."""
-    names = {f"in{i}" for i in range(len(operands))} | {f"out{i}" for i in range(len(results))}
-    assert set(saves) - set(OWN) <= names, f"saves {saves} of {sorted(names)}"
+    given = {*(Saved("in", i) for i in range(len(operands))), *(Saved("out", i) for i in range(len(results)))}
+    assert {saved for saved in saves if saved.kind not in OWN} <= given, f"saves {saves} of {sorted(given)}"
 
 
 def strip_counts(rule: Rule) -> dict[str, frozenset[int]]:

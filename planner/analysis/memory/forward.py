@@ -17,12 +17,13 @@ from planner.ir.folding import Instance
 from planner.ir.graph import Node, Ref, TensorType
 from planner.ops import OPS
 from planner.ops.function import holds, works
-from planner.ops.saved_tensors import beside, is_exact, is_own, own_bytes, saved_words
+from planner.ops.saved_tensors import SCORES, beside, is_exact, is_own, own_bytes, saved_tensors
+from planner.ops.table import Saved
 
 
-def _is_index(word: str, types: Sequence[TensorType]) -> bool:
+def _is_index(saved: Saved, types: Sequence[TensorType]) -> bool:
     """Whether what backward needs is an operand that only says where to read, such as the tokens of an embedding."""
-    return word.startswith("in") and "float" not in types[int(word[2:])].dtype
+    return saved.kind == "in" and "float" not in types[saved.place].dtype
 
 
 def run(walk: Walk, instance: Instance, nth: int, inputs: dict[Ref, Value]) -> dict[Ref, Value]:
@@ -109,37 +110,37 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
     if not any(flows):
         return [Value(s, size) for s, size in zip(storages, sizes, strict=True)]
     tape = walk.tape(f"{node.path or node.name}: {node.op}", len(sizes))
-    backend, tensors_bytes = walk.space.cost.cluster.backend, [*(value.bytes for value in operands), *sizes]
-    saves, needs = saved_words(node, types, backend), beside(node, types, tensors_bytes, backend)
-    tensors = {f"in{i}": value.storage for i, value in enumerate(operands)}
+    on_cpu, tensors_bytes = walk.space.cost.cluster.on_cpu, [*(value.bytes for value in operands), *sizes]
+    saves, needs = saved_tensors(node, types, on_cpu), beside(node, types, tensors_bytes, on_cpu)
+    tensors = {Saved("in", i): value.storage for i, value in enumerate(operands)}
     if walk.is_away and not all(
-        _is_index(word, types) for word in (*saves, *holds(node))
+        _is_index(saved, types) for saved in (*saves, *holds(node))
     ):  # then autograd saves whatever it computes with
         _note_reading(walk, tensors.values())
-    tensors |= {f"out{i}": storage for i, storage in enumerate(storages)}
-    for word in saves:
-        if is_own(word, node):
+    tensors |= {Saved("out", i): storage for i, storage in enumerate(storages)}
+    for saved in saves:
+        if is_own(saved):
             before = len(tape.saved)
-            size = own_bytes(word, node, types, tensors_bytes, backend)
+            size = own_bytes(saved, node, types, tensors_bytes, on_cpu)
             tape.saved.append(heap.new(f"what {called(node)} keeps", "activations", size))
             if walk.frame is not None and walk.frame.again.operators:
-                copies = word == "scores" and size and not is_exact(word, node)
+                copies = saved == SCORES and size and not is_exact(saved, node)
                 copied_bytes = sum(value.bytes for value in operands) if copies else 0
                 if walk.frame.at[node.name] in walk.frame.again.drawing:
                     read = [value.storage for value in operands]
                     walk.frame.draws(heap, tape.saved[-1], read, storages[0], copied_bytes)
                 else:  # the copies stay, and the operands are there for what is recomputed
                     tape.saved.append(heap.new(f"copies for {called(node)}", "activations", copied_bytes))
-            if walk.saves is not None and not is_exact(word, node):
-                copied = [value.storage for value in operands] if word == "scores" and size else []
+            if walk.saves is not None and not is_exact(saved, node):
+                copied = [value.storage for value in operands] if saved == SCORES and size else []
                 walk.saves.stay((*tape.saved[before:], *copied))
-        elif word in tensors:
-            tape.saved.append(heap.hold(tensors[word]))
-    for word in holds(node):
-        tape.saved.append(heap.hold(tensors[word]))
-        tape.holds.append(tensors[word])
+        elif saved in tensors:
+            tape.saved.append(heap.hold(tensors[saved]))
+    for saved in holds(node):
+        tape.saved.append(heap.hold(tensors[saved]))
+        tape.holds.append(tensors[saved])
         if walk.saves is not None:
-            walk.saves.stay([tensors[word]])
+            walk.saves.stay([tensors[saved]])
     if needs.forward:
         heap.drop(heap.new(called(node), "temporary", needs.forward))
     more = row.works + works(node) if row is not None else 0

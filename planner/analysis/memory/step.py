@@ -58,7 +58,7 @@ def follow(walk: Walk) -> Usage:
     walk.parts = {ref: value.storage for ref, value in values.items()}
     leaf_bytes = heap.total
     heap.moment("forward")
-    if walk.space.cost.cluster.backend == "gloo" and not walk.is_away:  # see autopar/runtime/host/gradient_buckets.py
+    if walk.space.cost.cluster.on_cpu and not walk.is_away:  # see autopar/runtime/host/gradient_buckets.py
         walk.buckets = heap.new("gradients", "gradients", bucket_bytes(walk, values))
     values = {ref: reshard_shared(walk, ref, value) for ref, value in values.items()}
     received, sent = _received_by(walk), _crossing_after(walk, walk.blocks.stop - 1)

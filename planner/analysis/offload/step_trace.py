@@ -352,7 +352,7 @@ class RankStep:
     @property
     def overlaps(self) -> bool:
         """Whether anything moves while something else is computed; on CPUs moving takes the cores that compute."""
-        return self.assignment.space.cost.cluster.backend != "gloo"
+        return not self.assignment.space.cost.cluster.on_cpu
 
 
 def without(table: TransferSchedule, left: Collection[Moment]) -> TransferSchedule:

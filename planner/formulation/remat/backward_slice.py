@@ -148,7 +148,7 @@ def _keeps_what_it_draws(graph: Graph, node: Node) -> bool:
     if row is None or not row.random or shares(node) or not any(tensor.grad for tensor in node.results):
         return False
     rate = node["p"] if node["dropout_p"] is None else node["dropout_p"]
-    return rate != 0 and any(word in OWN for word in row.saved(node, graph.input_types(node)))
+    return rate != 0 and any(saved.kind in OWN for saved in row.saved(node, graph.input_types(node)))
 
 
 def _roots(nodes: tuple[Node, ...]) -> dict[Ref, Ref]:

@@ -71,11 +71,8 @@ def _op_detail(
     work = space.work(node, choice)
     differentiated = any(t.grad for t in node.results)
     inner = [
-        Collective(i.kind, space.mesh.axes[axis].name, space.inner_bytes(rule, choice, i), i.phase)
-        for axis, i in choice.inner
-        if space.mesh.axes[axis].size > 1
-        and space.mesh.axes[axis].name != MICRO
-        and (i.phase == "forward" or differentiated)
+        Collective(call.kind, axis.name, bytes_in, call.phase)
+        for axis, call, bytes_in in space.inner_calls(rule, choice, differentiated)
     ]
     places = (position for position, ref in enumerate(node.inputs) if ref in reads)
     parameters = dict.fromkeys(

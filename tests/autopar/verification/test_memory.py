@@ -20,7 +20,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Node, TensorType
-from planner.ops.saved_tensors import beside, is_own, own_bytes, saved_words
+from planner.ops.saved_tensors import beside, is_own, own_bytes, saved_tensors
 from tests.autopar.allocated import changes_during, most_bytes
 from tests.autopar.models import MODELS, Model, llama, text
 
@@ -88,11 +88,11 @@ def test_attention_that_keeps_scores_keeps_what_is_counted(kind: str, dtype: tor
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(**batch)
     node, types = attention_of(model, batch)
-    words = saved_words(node, types, "gloo")
+    found = saved_tensors(node, types, on_cpu=True)
     sizes = [*(tensor.size_bytes for tensor in types), node.results[0].size_bytes]
-    counted = sum(own_bytes(word, node, types, sizes, "gloo") for word in words if is_own(word, node))
-    assert counted + sum(sizes[int(word[2:])] for word in words if word.startswith("in")) == sum(kept.values())
-    assert not [word for word in words if word.startswith("out")]
+    counted = sum(own_bytes(saved, node, types, sizes, on_cpu=True) for saved in found if is_own(saved))
+    assert counted + sum(sizes[saved.place] for saved in found if saved.kind == "in") == sum(kept.values())
+    assert not [saved for saved in found if saved.kind == "out"]
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
@@ -103,9 +103,9 @@ def test_attention_that_keeps_scores_needs_what_is_counted(length: int, rate: fl
     batch = dict(zip(("query", "key", "value"), heads, strict=True))
     node, types = attention_of(model, batch)
     sizes = [*(tensor.size_bytes for tensor in types), node.results[0].size_bytes]
-    needs = beside(node, types, sizes, "gloo")
-    words = [word for word in saved_words(node, types, "gloo") if is_own(word, node)]
-    kept = sum(own_bytes(word, node, types, sizes, "gloo") for word in words)
+    needs = beside(node, types, sizes, on_cpu=True)
+    found = [saved for saved in saved_tensors(node, types, on_cpu=True) if is_own(saved)]
+    kept = sum(own_bytes(saved, node, types, sizes, on_cpu=True) for saved in found)
     results: list[Tensor] = []
     forward = changes_during(lambda: results.append(model(**batch)))
     assert most_bytes(forward) == pytest.approx(kept + sizes[-1] + needs.forward, rel=0.01)

@@ -14,11 +14,11 @@ X = TensorType((8, 64), "bfloat16", True)
 
 def of(op: str, *operands: TensorType, results: tuple[TensorType, ...] = (X,), **options: Any) -> MemoryTraffic:
     """The traffic of one operator over values of its own."""
-    shares, on_host = options.pop("shares", ()), options.pop("on_host", False)
+    shares, on_cpu = options.pop("shares", ()), options.pop("on_cpu", False)
     leaves = [Node(f"v{i}", "input", (), (tensor,)) for i, tensor in enumerate(operands)]
     args = (*((f"x{i}", Ref(leaf.name)) for i, leaf in enumerate(leaves)), *options.items())
     node = Node("it", f"aten.{op}", args, results, shares=shares)
-    return traffic(Graph((*leaves, node), (Ref("it"),)), node, on_host=on_host)
+    return traffic(Graph((*leaves, node), (Ref("it"),)), node, on_cpu=on_cpu)
 
 
 def vector(size: int = 64) -> TensorType:
@@ -31,7 +31,7 @@ PASSES = {
     "softmax.int": (of("softmax.int", X, dim=-1), [1, 1], [1, 2], [0, 0]),
     # A mask has one byte where an element has two; on the host it is a tensor like the operand.
     "dropout": (of("dropout.default", X, p=0.1, train=True), [1.5, 1], [1.5, 1], [0, 0]),
-    "dropout on the host": (of("dropout.default", X, p=0.1, train=True, on_host=True), [2, 1], [2, 1], [0, 0]),
+    "dropout on the host": (of("dropout.default", X, p=0.1, train=True, on_cpu=True), [2, 1], [2, 1], [0, 0]),
     "dropout of nothing": (of("dropout.default", X, p=0.1, train=False, shares=(0,)), [0, 0], [0, 0], [0, 0]),
     # What is passed on is free; what was repeated is summed.
     "add": (of("add.Tensor", X, X), [1, 1, 1], [0, 0, 0], [0, 0, 0]),

@@ -11,6 +11,7 @@ from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import I, P, R, Shard
 from planner.ops import OPS
 from planner.ops.sharding_rule import Dims, Rule, axis_strategies
+from planner.ops.table import Saved
 
 
 class T(tuple[int, ...]):
@@ -184,12 +185,12 @@ def test_added_rows_are_partial_sums() -> None:
 def test_what_backward_needs(op: str, args: dict[str, object], saved: tuple[str, ...]) -> None:
     _, _, node = rule_of(op, T(4, 6), **args)
     operands = tuple(TensorType(tuple(t), t.dtype, True) for t in args.values() if isinstance(t, T))
-    assert OPS[op].saved(node, operands) == saved
+    assert OPS[op].saved(node, operands) == tuple(map(Saved.parse, saved))
 
 
 def test_a_factor_is_saved_only_for_the_gradient_of_the_other() -> None:
     _, _, node = rule_of("aten.mul.Tensor", T(4, 6), self=x, other=y)
     trained = TensorType((4, 6), "float32", True)
     fixed = replace(trained, grad=False)
-    assert OPS["aten.mul.Tensor"].saved(node, (fixed, trained)) == ("in0",)
-    assert OPS["aten.mul.Tensor"].saved(node, (trained, fixed)) == ("in1",)
+    assert OPS["aten.mul.Tensor"].saved(node, (fixed, trained)) == (Saved("in", 0),)
+    assert OPS["aten.mul.Tensor"].saved(node, (trained, fixed)) == (Saved("in", 1),)

@@ -80,7 +80,7 @@ def offload(graph: Graph = GRAPH, spec: ClusterSpec | None = None, **pin: Any) -
     pins = Pins.parse({"offload": "host", **pin})
     found = search(graph, spec or cluster("2.5 MiB"), pins, Training())
     assert found.memory is not None
-    tables, predicted = found.offloaded
+    tables, predicted = found.planned_step
     facts, result = model_facts(graph, "ResidualMLP"), Search(found.status, found.gap, {"solve": 0.5})
     return describe(found.assignment, facts, pins.to_dict(), predicted, result, None, tables)
 
