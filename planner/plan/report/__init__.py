@@ -1,4 +1,9 @@
-"""Report: a plan as a page of text, and as a page of HTML that needs nothing else."""
+"""Report: a plan as a page of text, and as a page of HTML that needs nothing else.
+
+A document turns into a summary and a table of blocks (``text``, ``html``), into what one operator or parameter does and
+why (``explain``), and into what another recipe would take (``why_not``). It reads documents alone, so that a file
+prints without the model.
+"""
 
 from __future__ import annotations
 

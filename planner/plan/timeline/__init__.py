@@ -1,4 +1,8 @@
-"""Timeline: a micro-batched step as it is predicted or was observed, as a picture, as text and as a trace."""
+"""Timeline: a micro-batched step as it is predicted or was observed, as a picture, as text and as a trace.
+
+Start and end of every action turn into events of ranks (``drawn``, ``step``), which ``svg``, ``text`` and ``trace``
+draw. What was predicted and what was observed are the same events, so that they can be laid beside one another.
+"""
 
 from __future__ import annotations
 
