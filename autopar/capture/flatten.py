@@ -40,7 +40,7 @@ def flatten(exported: ExportedProgram, model: nn.Module, repeats: Repeats) -> Pr
         CaptureError: the graph holds what has no planner form; names the module.
         NotFoldable: calls that were taken for the same differ in what became of them.
     """
-    return run(passes(model, repeats), exported)
+    return run(passes(model, repeats), exported, repeats.names)
 
 
 def passes(model: nn.Module, repeats: Repeats) -> tuple[Pass, ...]:

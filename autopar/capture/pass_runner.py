@@ -17,17 +17,21 @@ Pass = Callable[[Any], ExportedProgram | Program]
 """A valid program in, a valid program out. Those of torch are changed in place, and returned."""
 
 
-def run(passes: Sequence[Pass], exported: ExportedProgram) -> Program:
+def run(passes: Sequence[Pass], exported: ExportedProgram, leaves: Sequence[str] = ()) -> Program:
     """Run passes, of which the last gives a :class:`Program`.
+
+    Args:
+        leaves: names of the parameters and buffers that marks in the graph stand for, see :func:`listing`.
 
     Raises:
         AssertionError: what a pass left is not valid; names the pass.
     """
     program: ExportedProgram | Program = exported
-    dump.write("00_torch_export", partial(listing, program))
+    dump.begin()
+    dump.write("00_torch_export", partial(listing, program, leaves))
     for number, each in enumerate(passes, 1):
         program = each(program)
-        dump.write(f"{number:02}_{name_of(each)}", partial(listing, program))
+        dump.write(f"{number:02}_{name_of(each)}", partial(listing, program, leaves))
         for fault in faults(program):
             raise AssertionError(f"pass {name_of(each)} left a program that is not valid: {fault}")
     assert isinstance(program, Program), "the last pass gives a program"

@@ -234,10 +234,11 @@ def _introduce(console: Console, settings: Settings, model: nn.Module) -> None:
 
 
 def _print_plan(console: Console, plan: Plan) -> None:
-    """Whole into a file; on a terminal, lines that are too long end in dots."""
-    narrow = console.is_terminal
+    """Whole into a file; on a terminal, as wide as that is."""
+    from planner.plan.report import text
+
     console.print(
-        str(plan), highlight=False, markup=False, soft_wrap=not narrow, no_wrap=True, overflow="ellipsis", crop=narrow
+        text(plan, console.width if console.is_terminal else None), highlight=False, markup=False, soft_wrap=True
     )
 
 

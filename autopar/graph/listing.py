@@ -10,15 +10,23 @@ from torch.export import ExportedProgram
 
 from autopar.graph.program import Body, Call, Program
 
+_LEAF = re.compile(r"autopar_capture\.leaf\.default\((\d+)\)$", re.MULTILINE)
 
-def listing(program: ExportedProgram | Program) -> str:
-    """A function for each graph or distinct body; that of the whole model comes last."""
+
+def listing(program: ExportedProgram | Program, leaves: Sequence[str] = ()) -> str:
+    """A function for each graph or distinct body; that of the whole model comes last.
+
+    Args:
+        leaves: names of the parameters and buffers for which marks stand before calls are split; the number in a mark,
+            ``leaf.default(2)``, is the place among these.
+    """
     if isinstance(program, Program):
         found = list(_of_program(program))
     else:
         named = [each for each in program.graph_module.named_modules() if isinstance(each[1], fx.GraphModule)]
         found = [_function(each.graph, name.replace(".", "_") or "model") for name, each in reversed(named)]
-    return "\n\n\n".join(found) + "\n"
+    text = "\n\n\n".join(found) + "\n"
+    return _LEAF.sub(lambda mark: f"{mark[0]}  # {leaves[int(mark[1])]}", text) if leaves else text
 
 
 def readable(code: str, name: str) -> str:

@@ -29,6 +29,7 @@ from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched
 from autopar.functions.carry import Carried
+from autopar.graph import dump
 from autopar.graph.module_walk import ModuleWalk
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.spmd.mesh import groups_of
@@ -102,7 +103,7 @@ def reference(
     args, kwargs = widen(_example_inputs(model, example_args, example_kwargs))
     before, stepped = twin(model), twin(model)
     whole = stepped if loss_fn is None else _WithLoss(stepped, loss_fn)
-    with exact():
+    with exact(), dump.paused():
         try:
             traced = trace(before, args, kwargs, loss_fn)
         except CaptureError as error:

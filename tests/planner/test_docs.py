@@ -74,3 +74,18 @@ def test_pages_that_code_names_exist() -> None:
     code = [*(ROOT / "planner").rglob("*.py"), *(ROOT / "autopar").rglob("*.py")]
     named = {page for file in code for page in re.findall(r"docs/\w+\.md", file.read_text(encoding="utf-8"))}
     assert not [page for page in named if not (ROOT / page).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_differences_that_a_page_shows_apply(page: Path) -> None:
+    """What is taken out, or stays around it, stands so in a file that the page names or has its reader write."""
+    text = page.read_text(encoding="utf-8")
+    files = [ROOT / path for path in {*re.findall(PATH, text)} if (ROOT / path).is_file()]
+    sources = [file.read_text(encoding="utf-8") for file in files] + re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for shown in re.findall(r"```diff\n(.*?)```", text, re.DOTALL):
+        before = "".join(f"{line[1:]}\n" for line in shown.splitlines() if line[0] != "+")
+        assert any(before in source for source in sources), f"nothing that {page.name} names has\n{before}"
+
+
+def test_the_first_hour_shows_differences() -> None:
+    assert (ROOT / "docs/first_hour.md").read_text(encoding="utf-8").count("```diff") == 3

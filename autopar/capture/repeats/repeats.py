@@ -80,6 +80,12 @@ class Repeats(TorchFunctionMode):
         return [] if self._proxies is None else self._proxies.tensors
 
     @property
+    def names(self) -> list[str]:
+        """Their names in the model."""
+        name_of = {id(tensor): name for name, tensor in (*self.walk.parameters, *self.walk.buffers)}
+        return [name_of[id(tensor)] for tensor in self.tensors]
+
+    @property
     def copies(self) -> list[Tensor]:
         """What calls returned that were not traced."""
         return [] if self._proxies is None else self._proxies.copies

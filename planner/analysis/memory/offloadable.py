@@ -21,7 +21,7 @@ from planner.formulation.training import Activations
 
 
 @dataclass(frozen=True)
-class Saved:
+class OffloadableActivations:
     """Storages that leave and come back together.
 
     Attributes:
@@ -50,7 +50,7 @@ class Saves:
         found: what may leave.
     """
 
-    found: list[Saved] = field(default_factory=list)
+    found: list[OffloadableActivations] = field(default_factory=list)
     _pending: dict[Storage, list[int]] = field(default_factory=dict)
     _apart: set[Storage] = field(default_factory=set)
 
@@ -73,10 +73,10 @@ class Saves:
                     groups.setdefault(tuple(sorted(set(savers))), []).append(storage)
         for by, storages in groups.items():
             sizes, numbers = tuple(each.bytes for each in storages), tuple(each.number for each in storages)
-            self.found.append(Saved(number, by, sizes, numbers))
+            self.found.append(OffloadableActivations(number, by, sizes, numbers))
 
 
-def first_of(saved: Collection[Saved], blocks: Activations) -> tuple[Saved, ...]:
+def first_of(saved: Collection[OffloadableActivations], blocks: Activations) -> tuple[OffloadableActivations, ...]:
     """Those that leave in the first so many blocks in which anything does."""
     numbers = sorted({each.left for each in saved})
     chosen = numbers if blocks == "all" else numbers[:blocks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.analysis.memory.offloadable import Saved
+from planner.analysis.memory.offloadable import OffloadableActivations
 from planner.analysis.memory.storages import Direction, Held, PeakReport
 
 
@@ -41,7 +41,7 @@ class Usage:
     leaf_bytes: int
     saved_bytes: int
     read_again: Mapping[int, frozenset[str]]
-    saved: tuple[Saved, ...] = ()
+    saved: tuple[OffloadableActivations, ...] = ()
 
     @property
     def fullest(self) -> PeakReport:

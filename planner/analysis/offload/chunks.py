@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from planner.analysis.memory import enters_before, readers_of
-from planner.analysis.memory.offloadable import Saved
+from planner.analysis.memory.offloadable import OffloadableActivations
 from planner.analysis.memory.storages import BEFORE
 from planner.formulation.assignment import Assignment
 from planner.formulation.resharding import local_bytes
@@ -95,7 +95,7 @@ def gradients(chunk: Chunk) -> str:
     return f"gradients {chunk.name}"
 
 
-def saved_item(assignment: Assignment, saved: Saved) -> str:
+def saved_item(assignment: Assignment, saved: OffloadableActivations) -> str:
     """The item of what blocks save for backward."""
     of = "" if saved.savers == (saved.left,) else f" of {', '.join(map(str, saved.savers))}"
     return f"{SAVED}{label(assignment, saved.left)}{of}"

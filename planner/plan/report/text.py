@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from planner.base.formatting import (
     by_module,
@@ -40,11 +40,15 @@ SHOWN = 16
 """So many candidates are listed."""
 
 
-def text(document: Document) -> str:
-    """What was planned, what it costs, how every distinct block is laid out."""
+def text(document: Document, width: int | None = None) -> str:
+    """What was planned, what it costs, how every distinct block is laid out.
+
+    Args:
+        width: of a terminal; the last columns of a table that is wider come on lines below its rows.
+    """
     parts = [
         _head(document),
-        _blocks(document),
+        _blocks(document, width),
         _collectives(document),
         _candidates(document),
         _warnings(document),
@@ -97,7 +101,7 @@ def _stages(document: Document) -> list[tuple[str, str]]:
     return [("stages" if not number else "", row) for number, row in enumerate(rows)]
 
 
-def _blocks(document: Document) -> str:
+def _blocks(document: Document, width: int | None) -> str:
     header = ["block", *document.mesh.names, "result", "parameters as stored", "communicates"]
     rows: list[Sequence[str] | str] = []
     for block in blocks(document):
@@ -121,7 +125,7 @@ def _blocks(document: Document) -> str:
         rows.append("read by several" + (f"   {in_percent(part)} of the step" if part else ""))
     for leaf in leaves:
         rows += _lines([f"    {leaf.name}", *("" for _ in document.mesh.names), "", leaf.layout], leaf.calls)
-    return _table(header, rows)
+    return _table(header, rows, width=width)
 
 
 def _rows(document: Document, block: BlockSummary, name: str, op: OpDetail) -> list[Sequence[str]]:
@@ -181,15 +185,28 @@ def _warnings(document: Document) -> str:
     )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str] | str], right: Sequence[int] = ()) -> str:
-    """Columns as wide as their widest cell; a row that is one text spans them all."""
+def _table(
+    header: Sequence[str], rows: Sequence[Sequence[str] | str], right: Sequence[int] = (), width: int | None = None
+) -> str:
+    """Columns as wide as their widest cell; a row that is one text spans them all. Of a table that is wider than
+    ``width`` the last columns come on lines below each row.
+    """
     cells = [header, *(row for row in rows if not isinstance(row, str))]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    beside = len(header)
+    while width is not None and beside > 1 and sum(widths[:beside]) + 2 * (beside - 1) > width:
+        beside -= 1
 
-    def line(row: Sequence[str] | str) -> str:
+    def lines(row: Sequence[str] | str) -> Iterator[str]:
         if isinstance(row, str):
-            return row
-        padded = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        return "  ".join(padded).rstrip()
+            yield row
+            return
+        padded = (
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row[:beside], widths, strict=False))
+        )
+        yield from filter(None, ["  ".join(padded).rstrip()])
+        if row is not header:
+            below = zip(header[beside:], row[beside:], strict=True)
+            yield from (in_paragraph(f"        {name}: {cell}", " " * 10) for name, cell in below if cell)
 
-    return "\n".join(map(line, [header, *rows]))
+    return "\n".join(line for row in [header, *rows] for line in lines(row))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import unified_diff
@@ -19,6 +20,7 @@ from autopar.capture.capture import capture
 from autopar.capture.flatten import passes
 from autopar.capture.pass_runner import name_of, run
 from autopar.capture.repeats.repeats import Repeats
+from autopar.graph import dump
 from autopar.graph.dump import VARIABLE
 from autopar.graph.module_walk import ModuleWalk
 from autopar.graph.program import Body, Program
@@ -116,7 +118,11 @@ def test_a_pass_that_breaks_the_program_is_named(broken: Callable[[Program], Pro
 def test_every_pass_writes_its_program(fold: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "made" / "for it"
     monkeypatch.setenv(VARIABLE, str(folder))
+    folder.mkdir(parents=True)
+    (folder / "03_a_pass_that_is_gone.py").write_text("")
     capture(MODEL, (X,), fold=fold)
+    with dump.paused():
+        capture(nn.Linear(8, 8), (X,), fold=fold)
     names = ["torch_export", *map(name_of, PASSES)]
     assert sorted(path.name for path in folder.iterdir()) == [f"{at:02}_{name}.py" for at, name in enumerate(names)]
     texts = {name: (folder / f"{at:02}_{name}.py").read_text() for at, name in enumerate(names)}
@@ -126,6 +132,7 @@ def test_every_pass_writes_its_program(fold: bool, tmp_path: Path, monkeypatch: 
     assert 'exp: "f32[4, 8]" = aten.exp.default(' in texts["causal_masks"] and "aten.exp" not in texts["dead_code"]
     assert texts["constant_order"].count("aten.linear.default(") == (2 if fold else 4)
     assert "p_layers_2_0_weight,  # param layers.2.0.weight" in texts["constant_order"]
+    assert not fold or re.search(r"leaf\.default\(\d\)  # layers\.\d\.0\.weight\n", texts["identity_indexing"])
 
 
 def test_the_emitted_program_is_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from planner.ir.layout import Mesh
 from planner.plan.document.detail import Account
 from planner.plan.document.document import BlockPlan
 from planner.plan.plan import Plan
+from planner.plan.report import text
 from planner.plan.report.html import _drawing
 from planner.plan.report.summary import blocks, op_calls, shared, standing, traffic
 from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp
@@ -48,6 +49,17 @@ def bare() -> Plan:
 )
 def test_the_text_is_as_expected(name: str, plan: Any) -> None:
     check_golden(name, str(plan()))
+
+
+def test_on_a_narrow_terminal_the_last_columns_come_below() -> None:
+    whole, narrow = text(gpt2()), text(gpt2(), 80)
+    table = narrow[narrow.index("\nblock") :].partition("\n\n")[0].splitlines()
+    assert "communicates" in whole.partition("\nblock")[2].splitlines()[0] and max(map(len, table)) <= 80
+    cells = {
+        cell for row in whole.splitlines() for cell in row.split("  ") if "weight S(0)" in cell or "all_gather" in cell
+    }
+    assert len(cells) > 3 and all(cell.strip() in " ".join(narrow.split()) for cell in cells)
+    assert text(gpt2(), 1000) == whole
 
 
 def test_a_plan_with_a_gap_says_how_far_from_the_best_it_may_be() -> None:
