@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.measure.local_processes import LocalProcesses
-from autopar.measure.timing import Act, Beside, Call, Key, Pace, Task
+from autopar.measure.timing import Act, Beside, Key, Pace, Task, TimedCall
 from autopar.runtime.host.pinned_memory import pinned
 from autopar.runtime.spmd.prefetch_gather import all_gather, reduce_scatter
 from autopar.runtime.spmd.resharding import convert
@@ -356,7 +356,7 @@ def group_sizes(ranks: int) -> list[int]:
     return [size for size in range(2, ranks + 1) if ranks % size == 0]
 
 
-def _collectives(grids: Grids, device: torch.device) -> Iterator[Callable[[], Iterator[Call | Beside]]]:
+def _collectives(grids: Grids, device: torch.device) -> Iterator[Callable[[], Iterator[TimedCall | Beside]]]:
     """Groups of consecutive ranks, all at once."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -365,7 +365,7 @@ def _collectives(grids: Grids, device: torch.device) -> Iterator[Callable[[], It
         yield partial(_in_group, grids, device, groups[rank // size], size)
 
 
-def _in_group(grids: Grids, device: torch.device, group: Any, size: int) -> Iterator[Call | Beside]:
+def _in_group(grids: Grids, device: torch.device, group: Any, size: int) -> Iterator[TimedCall | Beside]:
     start = dist.get_rank() // size * size
     place = dist.get_rank() - start
     after, before = (start + (place + step) % size for step in (1, -1))
@@ -383,7 +383,7 @@ def _in_group(grids: Grids, device: torch.device, group: Any, size: int) -> Iter
             "send": partial(_pass_on, x, received, after, before, group),
         }
         for kind in KINDS:
-            yield Call(("collective", kind, size, passed, False), acts[kind])
+            yield TimedCall(("collective", kind, size, passed, False), acts[kind])
         for kind in GATHERED if device.type == "cpu" else ():
             key = ("collective", kind, size, passed)
             yield Beside((*key, True), partial(_sent, kind, x, group), (*key, False))

@@ -74,7 +74,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Call:
+class TimedCall:
     """The figure of a collective that is waited for: all ranks call equally often."""
 
     key: Key

@@ -24,7 +24,7 @@ from autopar.graph.tensors import first_with
 
 
 @dataclass(frozen=True)
-class _Operator:
+class _MovableOperator:
     """One operator of a program.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Operator:
     is_free: bool
 
 
-_Unit = _Operator | Call
+_Unit = _MovableOperator | Call
 """An operator, or a call that is in order by itself."""
 
 
@@ -138,12 +138,12 @@ def _modules(forms: Sequence[tuple[Call, _Form]]) -> Callable[[str], str]:
     return module
 
 
-def _operators(call: Call, form: _Form) -> Iterator[_Operator]:
+def _operators(call: Call, form: _Form) -> Iterator[_MovableOperator]:
     body = call.body
     names = dict(zip((*body.operands, *body.nodes), (*call.operands, *call.names), strict=True))
     for node, name in zip(body.nodes, call.names, strict=True):
         reads = tuple(names[operand] for operand in node.all_input_nodes)
-        yield _Operator(name, node, call, reads, call.module_path(module_path(node)), node in form.free)
+        yield _MovableOperator(name, node, call, reads, call.module_path(module_path(node)), node in form.free)
 
 
 def _ordered(units: Iterable[_Unit], module: Callable[[str], str], read: dict[str, int]) -> list[_Unit]:
@@ -154,7 +154,7 @@ def _ordered(units: Iterable[_Unit], module: Callable[[str], str], read: dict[st
     """
 
     def run(unit: _Unit) -> str | None:
-        return module(unit.path) if isinstance(unit, _Operator) and unit.is_free else None
+        return module(unit.path) if isinstance(unit, _MovableOperator) and unit.is_free else None
 
     moment, read = itertools.count(1), dict(read)
     stretches: list[list[Any]] = []
@@ -171,14 +171,14 @@ def _reads(unit: _Unit) -> tuple[str, ...]:
     return unit.operands if isinstance(unit, Call) else unit.reads
 
 
-def _depth_first(run: Sequence[_Operator], read: Mapping[str, int]) -> list[_Operator]:
+def _depth_first(run: Sequence[_MovableOperator], read: Mapping[str, int]) -> list[_MovableOperator]:
     """Every operator as late as the first to read it allows.
 
     Args:
         read: names that are read after the run; the larger the number, the earlier for the first time.
     """
     inside = {operator.name: operator for operator in run}
-    done: dict[str, _Operator] = {}
+    done: dict[str, _MovableOperator] = {}
     pending = sorted(inside.keys() & read.keys(), key=read.__getitem__)
     while pending:
         operator = inside[pending[-1]]
@@ -195,10 +195,10 @@ def _calls(units: Sequence[_Unit]) -> Iterator[Call]:
     """Calls that hold the units in this order: of the bodies there are, or where a run was changed, of parts."""
     parts: dict[tuple[Body, tuple[fx.Node, ...]], Body] = {}
     for call, found in itertools.groupby(units, _call_of):
-        nodes = tuple(unit.node for unit in found if isinstance(unit, _Operator))
+        nodes = tuple(unit.node for unit in found if isinstance(unit, _MovableOperator))
         whole = not nodes or nodes == call.body.nodes
         yield call if whole else call.of(parts.setdefault((call.body, nodes), Body(nodes)))
 
 
 def _call_of(unit: _Unit) -> Call:
-    return unit.call if isinstance(unit, _Operator) else unit
+    return unit.call if isinstance(unit, _MovableOperator) else unit

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.repeats.candidates import Submodule
 from autopar.capture.repeats.markers import Copied, NotFoldable
 from autopar.capture.repeats.proxies import Proxies
-from autopar.capture.repeats.replay import Call, Record
+from autopar.capture.repeats.replay import Record, RepeatedCall
 from autopar.graph.module_walk import ModuleWalk
 
 _ROOT = "_export_root"
@@ -71,7 +71,7 @@ class Repeats(TorchFunctionMode):
         self._nominated = {id(s.modules[0]): (s, group) for group, found in enumerate(groups) for s in found}
         self._records: list[list[Record]] = [[] for _ in groups]
         self._proxies: Proxies | None = None
-        self._call: Call | None = None
+        self._call: RepeatedCall | None = None
         self.occurrences: list[Occurrence] = []
 
     @property
@@ -136,7 +136,7 @@ class Repeats(TorchFunctionMode):
         assert self._proxies is not None
         number = len(self.occurrences)
         with torch._C.DisableTorchFunction():
-            call = Call(self._proxies, number, submodule, self._records[group], args, kwargs)
+            call = RepeatedCall(self._proxies, number, submodule, self._records[group], args, kwargs)
         self._call = call
         try:
             call.result = forward(*args, **kwargs)

@@ -104,7 +104,7 @@ class OutputTemplate:
         return FakeTensor(self.mode, meta, self.device)
 
 
-class Call:
+class RepeatedCall:
     """One call of a nominated submodule: follows what an earlier call did for as long as it does the same.
 
     Args:

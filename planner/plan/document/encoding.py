@@ -66,7 +66,7 @@ class Gathering(TypedDict, total=False):
     gathers: Gathers
 
 
-class Candidate(Gathering):
+class CandidateEntry(Gathering):
     """A mesh, and what is known of its plans, see :class:`planner.plan.document.document.Search`."""
 
     mesh: Mapping[str, int]
@@ -293,7 +293,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_candidate(data: Any) -> dict[str, Any]:
-    found: dict[str, Any] = read(Candidate, data)
+    found: dict[str, Any] = read(CandidateEntry, data)
     if found["bound_s"] is None and found["status"] != "infeasible":
         raise Misread(f"is None, and takes a finite number where the status is {found['status']!r}", ("bound_s",))
     return found
