@@ -105,8 +105,8 @@ def beside(node: Node, types: Sequence[TensorType], sizes: Sequence[int], on_cpu
     at_end = 2 * query + key + value + (3 if drops else 1) * scores + result
     at_softmax = 2 * query + key + 2 * scores + scores // _wide(types)
     gradients = sum(size for size, tensor in zip(sizes, types, strict=False) if tensor.grad)
-    undone = value + scores, 0 if drops else 2 * scores - result // wide
-    return ScratchBytes(max(at_end, at_softmax) - counted, max(0, max(undone) - gradients))
+    working = value + scores, 0 if drops else 2 * scores - result // wide
+    return ScratchBytes(max(at_end, at_softmax) - counted, max(0, max(working) - gradients))
 
 
 def _wide(types: Sequence[TensorType]) -> int:

@@ -104,7 +104,7 @@ def nothing_fits(
             "decisions to narrow the search",
             0,
         )
-    limit, least = cluster.device.usable_bytes, min(minimal, key=lambda lean: lean.bytes)
+    limit, least = cluster.device.usable_bytes, min(minimal, key=lambda plan: plan.bytes)
     excess, config = least.bytes - limit, least.best.config
     needed = math.ceil(least.bytes / (1 - cluster.device.reserve_fraction))
     is_open = any(math.isfinite(branch.candidate.bound_s) for branch in branches)

@@ -26,7 +26,7 @@ TRIES = 2
 
 
 def memory_feasible(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
-    """The fastest plan within the setting's memory that fits when it is simulated.
+    """The fastest plan within the memory limit that fits when it is simulated.
 
     The search adds up bytes that are not all alive at once; what it misses shows when the plan is simulated. Then it
     searches again with a lower limit. What that excludes may fit, so that only what the first search proved is proved.

@@ -90,8 +90,8 @@ def min_memory_plans(
             best = Incumbent(branch.space, choices, recompute, evaluate(problem, choices))
             if key not in seen and best.evaluation.peak_bytes <= worth:
                 seen.add(key)
-                lean = _micro_batched(context, branch, best) if config.micro_batched else _without_micro_batches(best)
-                minimal += [] if lean is None else [lean]
+                found = _micro_batched(context, branch, best) if config.micro_batched else _without_micro_batches(best)
+                minimal += [] if found is None else [found]
     return minimal[len(known) :]
 
 
@@ -117,8 +117,8 @@ def _cannot_fit(context: SearchContext, branch: Branch) -> bool:
 
 
 def _worth_bytes(context: SearchContext, minimal: Sequence[MinMemoryPlan]) -> float:
-    """What needs more than this by the search's sum is hardly as lean as the minimum-memory plan, nor fits."""
-    least = min((lean.bytes for lean in minimal), default=math.inf)
+    """What needs more than this by the search's sum hardly needs as little as the minimum-memory plan, nor fits."""
+    least = min((plan.bytes for plan in minimal), default=math.inf)
     return max(least, context.cost.cluster.device.usable_bytes) / LEAST_SHARE
 
 
@@ -146,7 +146,7 @@ def _light(
             return
         yield from light
         limit_bytes = math.ceil(SLACKS[0] * evaluate(counting, light[0]).peak_bytes)
-        if minimal and limit_bytes < min(lean.bytes for lean in minimal):
+        if minimal and limit_bytes < min(plan.bytes for plan in minimal):
             choices = solve(replace(counting, limit_bytes=limit_bytes), time_limit_s=EXACT_S).choices
             yield from [choices] if choices else []
 
@@ -201,7 +201,7 @@ def _staged(best: Incumbent, staged: Staged) -> MinMemoryPlan:
 def fastest_that_fits(minimal: list[MinMemoryPlan], usable_bytes: int) -> Incumbent | None:
     """The fastest of the plans that a device has room for, as simulated."""
     fitting = [
-        lean.best for lean in minimal if lean.bytes <= usable_bytes and math.isfinite(lean.best.evaluation.time_s)
+        plan.best for plan in minimal if plan.bytes <= usable_bytes and math.isfinite(plan.best.evaluation.time_s)
     ]
     return min(fitting, key=lambda best: best.evaluation.time_s, default=None)
 

@@ -116,7 +116,7 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
 
 
 def _with_room(context: SearchContext) -> SearchContext:
-    """The setting; with all the memory there is where what is saved may leave, since to the search it stays."""
+    """The search context; with all the memory there is where what is saved may leave, since to the search it stays."""
     if not context.training.activations:
         return context
     return replace(context, spare_bytes=context.cost.cluster.device.usable_bytes - ENDLESS)

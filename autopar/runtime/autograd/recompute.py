@@ -1,7 +1,7 @@
 """Runs a block without saving for backward what can be recomputed (activation checkpointing).
 
-The block's program returns, beside its outputs, the values to give up and those to make them from. While it runs,
-autograd hands over every tensor that it saves; when it returns, those that lie in the memory of a value to give up are
+The block's program returns, beside its outputs, the values to discard and those to make them from. While it runs,
+autograd hands over every tensor that it saves; when it returns, those that lie in the memory of a value to discard are
 let go. The first of them that backward asks for makes all of them again, in one run of a second program that holds
 just the statements which that takes. Nothing else about autograd changes: gradients are the same to the last bit.
 
@@ -30,7 +30,7 @@ from autopar.runtime.spmd.run_state import RunState
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 Place = int | tuple[int, int]
-"""A value to give up, by its number; or a tensor saved in a region of random numbers: the numbers of both."""
+"""A value to discard, by its number; or a tensor saved in a region of random numbers: the numbers of both."""
 
 
 def recompute(
@@ -39,8 +39,8 @@ def recompute(
     """Run ``program`` and return its outputs.
 
     Args:
-        program: returns (outputs, values to give up, values to keep).
-        again: takes the values to keep, then all gatherings; returns the values to give up.
+        program: returns (outputs, values to discard, values to keep).
+        again: takes the values to keep, then all gatherings; returns the values to discard.
         inputs: what ``program`` takes: tensors, then gatherings.
         holder: is told of what is held until backward, if that may leave the device.
     """

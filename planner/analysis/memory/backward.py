@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.analysis.memory.autograd_tape import Tape, Target, Value
-from planner.analysis.memory.skip import UnevenError, undo_skipped
+from planner.analysis.memory.skip import UnevenError, run_skipped_backward
 from planner.analysis.memory.storages import Storage, is_before
 from planner.analysis.memory.walk import Walk
 
@@ -26,10 +26,10 @@ def run_backward(walk: Walk, roots: list[Value]) -> None:
     skipped = list(walk.kept)
     for tape in reversed([tape for tape in walk.tapes if tape in reached]):
         while skipped and not is_before(tape.block) and tape.block < skipped[-1].end:
-            undo_skipped(walk, skipped.pop())
+            run_skipped_backward(walk, skipped.pop())
         _run_node(walk, tape)
     for skip in reversed(skipped):
-        undo_skipped(walk, skip)
+        run_skipped_backward(walk, skip)
     _receive(walk)
 
 

@@ -49,7 +49,7 @@ def skip_over(walk: Walk, skip: Skip, values: dict[Ref, Value]) -> None:
     walk.heap.moment(f"forward {last.path or last.name}: {last.op}")
 
 
-def undo_skipped(walk: Walk, skip: Skip) -> None:
+def run_skipped_backward(walk: Walk, skip: Skip) -> None:
     """Let go what skipped instances held, and have them find the gradients that their twins find."""
     for storage in walk.kept.pop(skip):
         walk.heap.drop(storage)

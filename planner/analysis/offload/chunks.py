@@ -127,7 +127,7 @@ def of_micro_batch(moment: str, micro_batch: int | None) -> str:
     return moment if micro_batch is None else f"{moment}, micro-batch {micro_batch}"
 
 
-def undone(assignment: Assignment) -> list[int]:
+def run_in_backward(assignment: Assignment) -> list[int]:
     """The numbers of the blocks that have a backward, in the order of forward."""
     graph = assignment.space.graph
     blocks = [instance.block for instance in assignment.space.folded.instances]
@@ -138,7 +138,7 @@ def updated_early(assignment: Assignment, chunks: Iterable[Chunk]) -> list[Chunk
     """Those whose gradients are complete before all blocks run their backward, and the host does not wait for that."""
     if assignment.space.training.update != "backward":
         return []
-    blocks = {*undone(assignment)}
+    blocks = {*run_in_backward(assignment)}
     return [chunk for chunk in chunks if not chunk.is_before and chunk.entered in blocks]
 
 

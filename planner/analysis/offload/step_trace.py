@@ -32,8 +32,8 @@ from planner.analysis.offload.chunks import (
     moments_of,
     of_micro_batch,
     parameters,
+    run_in_backward,
     saved_item,
-    undone,
     update,
     updated_early,
 )
@@ -191,7 +191,7 @@ class RankStep:
 
     @cached_property
     def _runs_backward(self) -> frozenset[int]:
-        return frozenset(undone(self.assignment))
+        return frozenset(run_in_backward(self.assignment))
 
     @cached_property
     def _read_by(self) -> dict[int, list[Chunk]]:

@@ -77,13 +77,13 @@ def almost_lightest(problem: Problem, slacks: Sequence[float], most: float = mat
 
     Some may need more. None when every assignment is forbidden, or the first needs more than ``most`` bytes.
     """
-    lean = lightest(replace(problem, limit_bytes=most_bytes(problem))) if least_bytes(problem) <= most else None
-    least = math.inf if lean is None else evaluate(problem, lean).peak_bytes
-    if lean is None or least > most:
+    light = lightest(replace(problem, limit_bytes=most_bytes(problem))) if least_bytes(problem) <= most else None
+    least = math.inf if light is None else evaluate(problem, light).peak_bytes
+    if light is None or least > most:
         return ()
     limits = [math.ceil(slack * least) for slack in slacks]
     if not limits:
-        return (lean,)
+        return (light,)
     end = _end(replace(problem, limit_bytes=max(limits)))
     assert end is not None, "the assignment that was found is allowed"
     met = [end.cheapest.least_memory]
@@ -98,7 +98,7 @@ def almost_lightest(problem: Problem, slacks: Sequence[float], most: float = mat
             best.offer_assignment(end.model, found.least.assignment)
             if found.bound_s >= best.objective_s * (1 - _NEAR):
                 break
-    return tuple(dict.fromkeys([lean, *(each.choices for each in met if each.totals.allowed)]))
+    return tuple(dict.fromkeys([light, *(each.choices for each in met if each.totals.allowed)]))
 
 
 def corners(problem: Problem) -> tuple[tuple[int, ...], ...]:
@@ -114,8 +114,8 @@ def corners(problem: Problem) -> tuple[tuple[int, ...], ...]:
         key=lambda each: each.bound_s,
     )
 
-    def between(fast: LeastWeighted, lean: LeastWeighted, depth: int) -> list[LeastWeighted]:
-        first, last = fast.totals, lean.totals
+    def between(fast: LeastWeighted, light: LeastWeighted, depth: int) -> list[LeastWeighted]:
+        first, last = fast.totals, light.totals
         slower_s, fewer_bytes = mixed_s(last) - mixed_s(first), first.held_bytes - last.held_bytes
         if not depth or slower_s <= 0 or fewer_bytes <= 0:
             return []
@@ -124,14 +124,14 @@ def corners(problem: Problem) -> tuple[tuple[int, ...], ...]:
         cost = mixed_s(found.totals) + price * found.totals.held_bytes
         if cost >= (mixed_s(first) + price * first.held_bytes) * (1 - _CLOSE):
             return []
-        return [*between(fast, found, depth - 1), found, *between(found, lean, depth - 1)]
+        return [*between(fast, found, depth - 1), found, *between(found, light, depth - 1)]
 
     def mixed_s(totals: Totals) -> float:
         mix = free.multipliers.mix
         return (1 - mix) * totals.time_s + mix * totals.exposed_s
 
-    fast, lean = free.least, end.cheapest.least_memory
-    return tuple(dict.fromkeys(each.choices for each in (fast, *between(fast, lean, _DEPTH), lean)))
+    fast, light = free.least, end.cheapest.least_memory
+    return tuple(dict.fromkeys(each.choices for each in (fast, *between(fast, light, _DEPTH), light)))
 
 
 @dataclass(frozen=True)

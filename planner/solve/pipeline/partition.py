@@ -140,11 +140,11 @@ class _Work:
         fits = (i < j) & (i >= stage) & (self.size - j >= self.stages - 1 - stage)
         fits &= ((stage > 0) | (i == 0)) & ((stage < self.stages - 1) | (j == self.size))
         if self.limit is not None:
-            fits &= self.lean <= self.limit
+            fits &= self.least_memory <= self.limit
         return fits
 
     @cached_property
-    def lean(self) -> Floats:
+    def least_memory(self) -> Floats:
         """[stage, i, j]: bytes of the stage with the blocks i to j - 1 at the least, at its own fullest."""
         (held, gradients), saved = self._before, np.append(0.0, np.cumsum(self.saved.min(axis=1)))
         always, added, each = (sums[None, :] - sums[:, None] for sums in (held, gradients, saved))
@@ -526,7 +526,7 @@ def _start(work: _Work) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     if work.limit is None:
         bounds, fewest = _least_busy(work), work.recompute.argmin(axis=1)
     else:
-        (_, bounds), fewest = _flattest(work, work.lean), work.saved.argmin(axis=1)
+        (_, bounds), fewest = _flattest(work, work.least_memory), work.saved.argmin(axis=1)
     return None if bounds is None else (bounds, tuple(map(int, fewest)))
 
 
@@ -601,8 +601,8 @@ def _offer_around(work: _Work, found: _Found, bounds: tuple[int, ...], savings: 
     """Offer a cut, with its savings if any, and with those of least recomputation found that fit."""
     points = _fitting(work, bounds)
     if points is None:
-        lean = tuple(map(int, work.saved.argmin(axis=1)))
-        found.offer(work, bounds, lean)
+        least_memory = tuple(map(int, work.saved.argmin(axis=1)))
+        found.offer(work, bounds, least_memory)
         return
     if savings is not None and not work.alone:
         found.offer(work, bounds, savings)
@@ -729,10 +729,10 @@ def _too_large(work: _Work, found: _Found) -> str:
     limit = in_bytes(work.limit or 0)
     p = work.pipeline
     if found.least_excess == math.inf:
-        lean = work.lean[:, np.arange(work.size), np.arange(1, work.size + 1)].min(axis=0)
-        worst = int(lean.argmax())
+        least_memory = work.least_memory[:, np.arange(work.size), np.arange(1, work.size + 1)].min(axis=0)
+        worst = int(least_memory.argmax())
         return (
-            f"{work.blocks[worst].name} alone needs {in_bytes(lean[worst])} as a stage of {p.schedule} with "
+            f"{work.blocks[worst].name} alone needs {in_bytes(least_memory[worst])} as a stage of {p.schedule} with "
             f"{p.micro_batches} micro-batches, or what is left cannot be shared out; the limit is {limit}. "
             "Take smaller micro-batches, shard more, or take a schedule with fewer in flight"
         )

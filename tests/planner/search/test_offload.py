@@ -23,7 +23,7 @@ from planner.analysis.offload.chunks import (
     home_bytes,
     moments_of,
     parameters,
-    undone,
+    run_in_backward,
     update,
 )
 from planner.analysis.offload.step_timing import largest_working_set
@@ -185,7 +185,7 @@ def test_moments_follow_the_blocks_there_and_back(plans: Callable[[str], Plan], 
     assignment, trace = decided(plan), plan.transfer_schedule.trace
     moments, before = moments_of(assignment), [BEFORE] * any(chunk.is_before for chunk in chunks_of(assignment))
     forth = [moments[number][0] for number in sorted(moments) if number != BEFORE or before]
-    back = [moments[number][1] for number in reversed([*before, *undone(assignment)])]
+    back = [moments[number][1] for number in reversed([*before, *run_in_backward(assignment)])]
     own = {moments[chunk.entered][1]: update(chunk) for chunk in chunks_of(assignment) if not chunk.is_before}
     found = []
     for moment in back:
