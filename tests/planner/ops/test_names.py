@@ -13,7 +13,6 @@ NAMING = {
     "autopar/graph/listing.py": "shortens the code of a program that people read",
     "autopar/graph/local_arguments.py": "how arguments that are sizes are written on one rank, which takes torch",
     "autopar/runtime/layers/__init__.py": "the layer that stands for an operator whose factor is sharded",
-    "autopar/runtime/module.py": "shortens the code of a program that people read",
     "autopar/verification/typecheck.py": "which operators torch's type checker mistakes",
 }
 """Files that name operators all the same, and what for."""
