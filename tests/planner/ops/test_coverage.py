@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.ops import FAMILIES, OPS
+from planner.ops import FAMILIES, OPS, function
 
 # Recorded with torch 2.13 and transformers 5.23: torch.export (non-strict, training mode, SDPA and eager attention),
 # and the same after ``run_decompositions({})``, of small configurations of GPT-2, GPT-J, GPT-NeoX, OPT, Bloom,
@@ -54,3 +54,11 @@ def test_no_operator_has_two_rows() -> None:
 
 def test_in_place_operators_have_no_row() -> None:
     assert not [op for op in OPS if op.split(".")[1].endswith("_") and not op.split(".")[1].endswith("__")]
+
+
+def test_all_functions_share_a_row_however_it_is_asked_for() -> None:
+    name = f"{function.PREFIX}Norm"
+    assert name in OPS and OPS[name] is OPS.get(name) is function.ROW
+    assert "aten.of_nobody.default" not in OPS and OPS.get("aten.of_nobody.default") is None
+    with pytest.raises(KeyError, match="of_nobody"):
+        OPS["aten.of_nobody.default"]
