@@ -32,7 +32,7 @@ from planner.base.units import (
     FlopsPerS,
     Fraction,
     Seconds,
-    check_keys,
+    check_data,
     nearest,
 )
 from planner.cost.calibration import Calibration
@@ -392,7 +392,7 @@ class ClusterSpec(Described):
         """The inverse of :meth:`to_dict`; quantities may be text with units."""
         if not isinstance(data, Mapping):
             raise ClusterError(f"a cluster is a mapping with the fields {', '.join(cls.model_fields)}; got {data!r}")
-        check_keys(data)
+        check_data(data)
         if isinstance(data.get("calibration"), Mapping):
             data = {**data, "calibration": Calibration.from_dict(data["calibration"])}
         return cls(**data)
