@@ -70,14 +70,12 @@ def _shards(assignment: Assignment, node: Node, strategy: AxisStrategy, batch: L
 
 
 def _distinct(names: Sequence[str], assignment: Assignment) -> list[str]:
-    """Of several axes of one name, those for data that store parameters whole replicate; others are told apart."""
+    """Of two axes for data the first that stores parameters whole replicates; others of one name are told apart."""
     found = list(names)
-    if found.count("data") > 1:
-        whole = [
-            _stores_whole(assignment, len(assignment.space.mesh.axes) - len(found) + at) for at in range(len(found))
-        ]
-        if sum(found[at] == "data" and whole[at] for at in range(len(found))) == 1:
-            found = ["replicate" if name == "data" and whole[at] else name for at, name in enumerate(found)]
+    first = len(assignment.space.mesh.axes) - len(found)  # the axis of micro-batches has no name to find
+    whole = [at for at, name in enumerate(found) if name == "data" and _stores_whole(assignment, first + at)]
+    if found.count("data") == 2 and whole:
+        found[whole[0]] = "replicate"
     letters = {name: iter("abc") for name, times in Counter(found).items() if times > 1}
     return [f"{name}_{next(letters[name])}" if name in letters else name for name in found]
 

@@ -29,6 +29,7 @@ def check_well_formed(plan: Document) -> None:
         PlanError: names the field, what is wrong and the way out.
     """
     _check_mesh(plan.mesh)
+    _check_pipeline(plan)
     for field, text in _layouts(plan):
         _check_layout(field, text, len(plan.mesh.axes))
     for block in plan.blocks:
@@ -37,7 +38,6 @@ def check_well_formed(plan: Document) -> None:
     if plan.recorded is not None:
         _check_account(plan, plan.recorded)
     _check_prediction(plan)
-    _check_pipeline(plan)
 
 
 def _check_mesh(mesh: Mesh) -> None:

@@ -175,6 +175,8 @@ def _near(value: Any, data: Any, rng: random.Random) -> Any:
     """Almost the same: another number of a kind, or text with a part gone, doubled or of another document."""
     if isinstance(value, bool) or value is None:
         return not value
+    if isinstance(value, int) and abs(value) > 2**64:
+        return value + 1
     if isinstance(value, int | float):
         return rng.choice((value + 1, value - 1, -value, value * 2, value * 10**6, value / 2, value / 3, str(value), 0))
     if isinstance(value, str):
@@ -287,7 +289,7 @@ def _plan_used(plan: Plan, path: Path, graph: Graph | None) -> Outcome:
     if graph is None:
         return "used"
     try:
-        again = reprice(plan, _assigned(plan, graph))
+        again = reprice(plan, assigned(plan, graph))
     except AutoparError as error:
         return _said(error, "unfit")
     assert text(again).encode()
@@ -301,7 +303,7 @@ def _names(plan: Plan) -> Sequence[str]:
     return [name for name in dict.fromkeys([*ops, *(name for each in sections for name in list(each)[:1])]) if name]
 
 
-def _assigned(plan: Plan, graph: Graph) -> Any:
+def assigned(plan: Plan, graph: Graph) -> Any:
     """The decisions of a plan for its graph, as :func:`autopar.driver.plan.assign` reads them."""
     facts, pins = model_facts(graph, "ResidualMLP"), Pins.parse(plan.pin)
     folded, rules = refold(plan, graph, facts), rules_of(graph)
