@@ -560,12 +560,12 @@ def damages(files: int) -> None:
     rows = [
         {
             "file": r.kind,
-            "damaged": f"{sum(r.outcomes.values()) + len(r.faults):,}",
+            "damaged": f"{r.files:,}",
             "refused": f"{r.outcomes['refused']:,}",
             "loaded": f"{r.outcomes['used'] + r.outcomes['unfit']:,}",
             "of these not of their model": f"{r.outcomes['unfit']:,}",
             "raw errors": str(len(r.faults)),
-            "ms a file": f"{1e3 * r.seconds / max(1, sum(r.outcomes.values())):.1f}",
+            "ms a file": f"{1e3 * r.seconds / max(1, r.files):.1f}",
             "slowest s": f"{r.slowest_s:.2f}",
         }
         for r in found

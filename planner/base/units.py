@@ -58,7 +58,10 @@ def _frozen(value: object) -> object:
 
 
 Bytes = Annotated[
-    int, BeforeValidator(_whole), BeforeValidator(lambda v: _quantity(v, {"B": "1", "bytes": "1"}, _LARGE))
+    int,
+    Field(lt=2**63),
+    BeforeValidator(_whole),
+    BeforeValidator(lambda v: _quantity(v, {"B": "1", "bytes": "1"}, _LARGE)),
 ]
 BytesPerS = Annotated[float, BeforeValidator(lambda v: _quantity(v, _PER_S, _LARGE))]
 FlopsPerS = Annotated[float, BeforeValidator(lambda v: _quantity(v, _FLOPS, _LARGE))]
