@@ -80,9 +80,6 @@ def whole(kind: str) -> tuple[str, ...]:
     return (json.dumps(PLANS[kind](graph_of(kind)).to_dict()),)
 
 
-DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-
-
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 NUMBERS = (0, 1, 2, 3, 7, -1, -(2**31), 2**31, 2**62, 2**63, 10**30, 10**400)
@@ -131,7 +128,7 @@ def damaged(kind: str, rng: random.Random) -> Damaged:
     for _ in range(rng.choice((1, 1, 2, 3))):
         data = _changed(data, rng)
     is_yaml = kind == "cluster" and rng.random() < 0.6
-    content = yaml.dump(data, Dumper=DUMPER, sort_keys=False, allow_unicode=True) if is_yaml else json.dumps(data)
+    content = yaml.dump(data, sort_keys=False, allow_unicode=True) if is_yaml else json.dumps(data)
     if rng.random() < 0.15:
         content = _broken(content, is_yaml, rng)
     raw = content.encode("utf-8", "surrogatepass")
