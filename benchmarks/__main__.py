@@ -1,7 +1,7 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [shards] [predicted] [published] [runs] [iopddl] [memory] [pipeline]
-                     [schedules] [transfer schedule] [offload] [gpu_steps] [gpu_offload] [gpu_largest]
+                     [schedules] [transfer schedule] [offload] [fuzz [files]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    fuzz,
     iopddl,
     largest,
     memory,
@@ -92,6 +93,8 @@ def main(what: list[str]) -> None:
         transfer_schedules()
     if not what or "offload" in what:
         offloads()
+    if not what or "fuzz" in what:
+        damages(next((int(each) for each in what if each.isdigit()), fuzz.FILES))
     if "gpu_offload" in what or (not what and torch.cuda.is_available()):
         gpu_offloads()
     if "gpu_steps" in what or (not what and torch.cuda.is_available()):
@@ -544,6 +547,36 @@ def transfer_schedules() -> None:
     )
     raw = [asdict(r) for r in results]
     print(record.write("transfer_schedule", "Transfer schedules of chunks", notes, rows, raw, facts), flush=True)
+
+
+def damages(files: int) -> None:
+    """What becomes of damaged plan and cluster files; a fault is an error."""
+    facts = record.circumstances()
+    found = fuzz.run(files)
+    rows = [
+        {
+            "file": r.kind,
+            "damaged": f"{r.files:,}",
+            "refused": f"{r.outcomes['refused']:,}",
+            "loaded": f"{r.outcomes['used'] + r.outcomes['unfit']:,}",
+            "of these not of their model": f"{r.outcomes['unfit']:,}",
+            "raw errors": str(len(r.faults)),
+            "ms a file": f"{1e3 * r.seconds / max(1, r.files):.1f}",
+            "slowest s": f"{r.slowest_s:.2f}",
+        }
+        for r in found
+    ]
+    notes = (
+        "Plan files (JSON) of four kinds of plan of a small model, and cluster files (YAML and JSON) of two presets, "
+        "with something wrong in one to three places: a value gone, of another type, from elsewhere in the file, huge, "
+        "negative, not finite, renamed, nested; lists longer or shorter; text that breaks off, has a part twice, or "
+        "holds what JSON and YAML allow and a file cannot mean. Loading refuses in words, or all that a plan can do is "
+        "done with it: print, sentence, page, explanations, timeline, save and load again, and for one in "
+        f"{fuzz.PRICED} pricing it for its model. A raw error is anything else that is raised."
+    )
+    print(record.write("fuzz", "Damaged files", notes, rows, [asdict(r) for r in found], facts), flush=True)
+    if any(r.faults for r in found):
+        raise SystemExit("some files raised raw errors: their seeds and tracebacks stand above")
 
 
 if __name__ == "__main__":

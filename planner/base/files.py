@@ -17,7 +17,9 @@ def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
     except OSError as error:
         raise ClusterError(f"{what} {os.fspath(path)!r} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ClusterError(f"{what} {os.fspath(path)!r} nests lists without end: write it anew") from error
+    except Exception as error:  # besides its own, the reader raises what a wrong number, date or tag makes it meet
         raise ClusterError(f"{what} {os.fspath(path)!r} is neither YAML nor JSON: {error}") from error
 
 

@@ -58,12 +58,17 @@ def _frozen(value: object) -> object:
 
 
 Bytes = Annotated[
-    int, BeforeValidator(_whole), BeforeValidator(lambda v: _quantity(v, {"B": "1", "bytes": "1"}, _LARGE))
+    int,
+    Field(lt=2**63),
+    BeforeValidator(_whole),
+    BeforeValidator(lambda v: _quantity(v, {"B": "1", "bytes": "1"}, _LARGE)),
 ]
 BytesPerS = Annotated[float, BeforeValidator(lambda v: _quantity(v, _PER_S, _LARGE))]
 FlopsPerS = Annotated[float, BeforeValidator(lambda v: _quantity(v, _FLOPS, _LARGE))]
 Seconds = Annotated[float, BeforeValidator(lambda v: _quantity(v, {"s": "1"}, _SMALL))]
 Fraction = Annotated[float, Field(gt=0, le=1, examples=["0.8"])]
+DEEPEST, MOST = 20, 10**6
+"""How many lists and fields lie within one another in a description at most, and how many values it has."""
 FROZEN = BeforeValidator(_frozen)
 """Validator of a field that holds tuples: lists are taken too."""
 
@@ -110,13 +115,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return (f"did you mean {close[0]!r}? " if close else "") + f"there are: {', '.join(names)}"
 
 
-def check_keys(data: object) -> None:
-    """Refuse a key that is not text, anywhere: it cannot be the name of a field."""
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            if not isinstance(key, str):
-                raise ClusterError(f"{key!r} cannot be the name of a field; field names are text")
-            check_keys(value)
-    elif isinstance(data, list | tuple):
-        for value in data:
-            check_keys(value)
+def check_data(data: object) -> None:
+    """Refuse what no description can hold: a key that is not text, half a character, lists without end."""
+    seen = 0
+    waiting = [(data, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        seen += 1
+        if depth > DEEPEST or seen > MOST:
+            what = f"over {DEEPEST} lists or fields within one another" if depth > DEEPEST else f"over {MOST:,} values"
+            raise ClusterError(f"this has {what}, and a description has few: write it anew")
+        if isinstance(value, Mapping):
+            for key, each in value.items():
+                if not isinstance(key, str):
+                    raise ClusterError(f"{key!r} cannot be the name of a field; field names are text")
+                waiting += [(key, depth), (each, depth + 1)]
+        elif isinstance(value, list | tuple):
+            waiting += [(each, depth + 1) for each in value]
+        elif isinstance(value, str) and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise ClusterError(f"{value!a} holds half a character: write the text anew") from error

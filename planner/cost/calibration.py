@@ -25,7 +25,7 @@ from pydantic import Field, field_validator, model_validator
 
 from planner.base.errors import ClusterError
 from planner.base.files import read_yaml, write_text
-from planner.base.units import FROZEN, BytesPerS, Described, Seconds, check_keys
+from planner.base.units import FROZEN, BytesPerS, Described, Seconds, check_data
 from planner.cost.kernels import Attention, Product, Stream
 from planner.ops.table import Family
 
@@ -275,7 +275,7 @@ class Calibration(Described):
             raise ClusterError(
                 f"a calibration is a mapping with the fields {', '.join(cls.model_fields)}; got {data!r}"
             )
-        check_keys(data)
+        check_data(data)
         return cls(**data)
 
     def to_dict(self) -> dict[str, Any]:

@@ -32,13 +32,17 @@ from planner.base.units import (
     FlopsPerS,
     Fraction,
     Seconds,
-    check_keys,
+    check_data,
     nearest,
 )
 from planner.cost.calibration import Calibration
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
+
+
+MOST_DEVICES = 2**20
+"""Of a cluster: meshes of more would take longer to list than to search."""
 
 
 class PeakFlops(Described):
@@ -183,6 +187,16 @@ class ClusterSpec(Described):
                     f"levels[{first[level.name]}] and levels[{number}] are both called {level.name!r}; give each level "
                     "of the network a name of its own, such as 'node' and 'cluster'"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _of_a_size_that_is_planned_for(self) -> ClusterSpec:
+        if self.world_size > MOST_DEVICES:
+            sizes = " x ".join(str(level.size) if level.size <= MOST_DEVICES else "..." for level in self.levels)
+            raise ClusterError(
+                f"levels: the sizes make {sizes} devices, and more than {MOST_DEVICES:,} are not planned for; give "
+                "smaller sizes"
+            )
         return self
 
     @model_validator(mode="after")
@@ -395,7 +409,7 @@ class ClusterSpec(Described):
         """The inverse of :meth:`to_dict`; quantities may be text with units."""
         if not isinstance(data, Mapping):
             raise ClusterError(f"a cluster is a mapping with the fields {', '.join(cls.model_fields)}; got {data!r}")
-        check_keys(data)
+        check_data(data)
         if isinstance(data.get("calibration"), Mapping):
             data = {**data, "calibration": Calibration.from_dict(data["calibration"])}
         return cls(**data)

@@ -12,6 +12,9 @@ from planner.formulation.search_space import Space
 from planner.formulation.variables import Variable
 from planner.ir.graph import Node
 
+MOST = 2**20
+"""So many numbers are in runs at most: no model has as many blocks."""
+
 Section = str | tuple[str, int]
 
 
@@ -97,16 +100,20 @@ def fillings(names: list[str]) -> str:
 
 
 def filled(name: str, stands_for: str) -> tuple[str, ...]:
-    """The names that a pattern and its :func:`fillings` stand for."""
+    """The names that a pattern and its :func:`fillings` stand for; raises ``ValueError`` where these do not fill it."""
     if not stands_for:
         return (name,)
     if "*" not in name.split("."):
         return tuple(stands_for.split(", "))
     numbered = re.fullmatch(r"[\d, -]+", stands_for)
     found = []
+    pieces = name.split(".")
     for part in map(str, parse_runs(stands_for)) if numbered else stands_for.split(", "):
-        values = iter(part.split("."))
-        found.append(".".join(next(values) if piece == "*" else piece for piece in name.split(".")))
+        values = part.split(".")
+        if len(values) < pieces.count("*"):
+            raise ValueError(f"{part!r} does not fill {name!r}")
+        following = iter(values)
+        found.append(".".join(next(following) if piece == "*" else piece for piece in pieces))
     return tuple(found)
 
 
@@ -122,11 +129,14 @@ def runs(numbers: Sequence[int]) -> str:
 
 
 def parse_runs(text: str) -> tuple[int, ...]:
-    """The inverse of :func:`runs`."""
+    """The inverse of :func:`runs`; raises ``ValueError`` on what is no number, or more than :data:`MOST` of them."""
     found: list[int] = []
     for run in text.split(",") if text else ():
         first, _, last = run.partition("-")
-        found += range(int(first), int(last or first) + 1)
+        numbers = range(int(first), int(last or first) + 1)
+        if len(found) + len(numbers) > MOST:
+            raise ValueError(f"{run} are more numbers than {MOST:,}")
+        found += numbers
     return tuple(found)
 
 

@@ -43,7 +43,7 @@ class NodeOptions:
         self.graph, self.rules, self.mesh = decision_graph.graph, decision_graph.rules, mesh
         self.variables, self._ways = decision_graph.variables, decision_graph.blocks.ways
         self._cuts = decision_graph.cuts(mesh.sizes)
-        self._allow, self._allow_leaf, self._alike = allow, allow_leaf, alike
+        self.allow, self.allow_leaf, self._alike = allow, allow_leaf, alike
         self._choices_of: dict[Variable, list[Choice]] = {}
 
     def of_nodes(self, variable: Variable) -> list[Choice] | list[Layout]:
@@ -52,7 +52,7 @@ class NodeOptions:
         if not node.is_leaf:
             return self.choices(variable)
         layouts = self.leaf_layouts_of(node)
-        return [each for each in layouts if self._allow_leaf is None or self._allow_leaf(node, each)] or layouts[:1]
+        return [each for each in layouts if self.allow_leaf is None or self.allow_leaf(node, each)] or layouts[:1]
 
     def of_output(self, position: int) -> list[Layout]:
         """How output number ``position`` may leave the model."""
@@ -76,7 +76,7 @@ class NodeOptions:
             node = self.graph.by_name[self.variables.members[variable][0]]
             rule = self.rules[node.name]
             strips = tuple(map(self.strips, (*node.inputs, *(Ref(node.name, i) for i in range(len(node.results))))))
-            ways = axis_ways(self.graph, node, rule, self.mesh, strips, self._allow, self._ways)
+            ways = axis_ways(self.graph, node, rule, self.mesh, strips, self.allow, self._ways)
             # Operators that share a rule are equal but for what they read; pins may tell them apart.
             key = id(rule), tuple(tuple(id(strategy) for strategy, _ in each) for each in ways)
             if key not in self._alike:

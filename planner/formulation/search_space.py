@@ -161,6 +161,22 @@ class Space(LocalCosts):
         space.in_flight = in_flight
         return space
 
+    def called(self, mesh: Mesh) -> Space:
+        """The same decisions on the same mesh with its axes called otherwise."""
+        found = Space(
+            self.folded,
+            mesh,
+            self.cost,
+            self.training,
+            self.decision_graph.rules,
+            self._node_options.allow,
+            self._node_options.allow_leaf,
+            self.decision_graph,
+            self.pace,
+        )
+        found.in_flight = self.in_flight
+        return found
+
     def at(self, pace: PipelinePace) -> Space:
         """The same decisions at another pace."""
         space = copy.copy(self)

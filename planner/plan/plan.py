@@ -143,6 +143,13 @@ class Plan(Document):
 
         return text(self)
 
+    @property
+    def sentence(self) -> str:
+        """What is divided among which devices, what that takes, and how good it is, as :func:`print` begins."""
+        from planner.plan.report import sentence
+
+        return sentence(self)
+
     def to_html(self) -> str:
         """A page of its own that needs nothing else."""
         from planner.plan.report import page

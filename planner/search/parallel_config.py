@@ -7,7 +7,7 @@ known of it without a problem is :class:`Arithmetic`: no plan computes faster th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -18,7 +18,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import kernel_of
 from planner.cost.model import CostModel
 from planner.formulation.constraints.mesh_candidates import candidate_meshes, pinned_mesh
-from planner.formulation.constraints.pins import Pins
+from planner.formulation.constraints.pins import FREE_AXES, Pins
 from planner.formulation.constraints.roles import REST, described, ranks_sharing, sharing
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import Packed, PipelinePace, pace_of, packing
@@ -79,7 +79,13 @@ class ParallelConfig:
         return *map(math.log2, sizes), float(len(self.mesh.micro_batched(1).axes))
 
     def __str__(self) -> str:
-        return sizes_text(self.sizes) + IN_EACH * (not self.unsharding.once_per_step)
+        return mesh_text(self.sizes) + IN_EACH * (not self.unsharding.once_per_step)
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """``"data 2 x tensor 4"`` from sizes by name; of axes that no plan has given a meaning the sizes, ``"2 x 4"``."""
+    axes = (str(size) if name in FREE_AXES[1:] else sizes_text({name: size}) for name, size in sizes.items())
+    return " x ".join(axes)
 
 
 def without_micro_batches(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tuple[ParallelConfig, ...]:

@@ -26,6 +26,7 @@ from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph
+from planner.search.axis_names import named
 from planner.search.block_splitting import finer
 from planner.search.branch_and_bound import ParallelConfigs, Searched
 from planner.search.candidate_bounds import Progress, SearchContext
@@ -106,12 +107,12 @@ def search(
     context = SearchContext(cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap)
     context.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
     if training.tier != "device":
-        return search_offload(context, decision_graph, configs)
+        return named(context, search_offload(context, decision_graph, configs))
     first = context
     if not in_parts and pins.recompute is None:
         first = replace(first, deadline=start + FIRST * time_limit_s)
     found = memory_feasible(first, decision_graph, configs)
-    return using_headroom(context, decision_graph, configs, found)
+    return named(context, using_headroom(context, decision_graph, configs, found))
 
 
 def check_time_limit(seconds: float) -> None:

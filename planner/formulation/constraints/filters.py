@@ -36,6 +36,9 @@ def filters(
 ) -> tuple[Allow | None, AllowLeaf | None]:
     """The strategies and storage layouts that the pins, and micro-batches, keep on ``mesh``.
 
+    Axes have the roles that they are named for only where the pins give sizes: those of a mesh that was searched are
+    named for what they turned out to do (:mod:`planner.search.axis_names`).
+
     Args:
         labels: :func:`label_dims` of this graph by label, where it is known already.
 
@@ -46,15 +49,16 @@ def filters(
         return None, None
     names = mesh.names
     labels = labels or (lambda label: label_dims(graph, rules, label))
-    roles = [ROLES.get(name) for name in names]
+    roles = [ROLES.get(name) if pins.sizes else None for name in names]
     shards = {"batch", *(label for role in roles if role is not None for label in role.labels)}
     weighted: Mapping[str, frozenset[str]] = {}
     if WEIGHTS in shards:
         weighted = weight_factors(graph, rules)
         shards = shards - {WEIGHTS} | {"context"} | ({"stream"} if pins.sequence_parallel is False else set())
     dims = {label: labels(label) for label in shards}
-    _check_recipe(graph, mesh, dims)
-    _check_weights(pins, mesh, rules, weighted)
+    if pins.sizes:
+        _check_recipe(graph, mesh, dims)
+        _check_weights(pins, mesh, rules, weighted)
     _check_layers(pins, graph, rules, mesh)
     check_zero(pins.zero, graph)
 

@@ -121,6 +121,12 @@ class Pins:
         layers = pin.pop("layers", {})
         if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):
             raise PinError("pin 'layers' maps a module path (with * and ?) to {axis name: strategy}")
+        for path, wanted in layers.items():
+            if not all(isinstance(each, str) for each in (path, *wanted, *wanted.values())):
+                raise PinError(
+                    f"pin 'layers' has {dict(wanted)!r} for {path!r}; names of modules and axes, and strategies, are "
+                    "text"
+                )
         return Pins(
             sizes,
             sequence_parallel,

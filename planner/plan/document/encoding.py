@@ -6,6 +6,7 @@ What decides comes first, what was predicted of it last; whatever fits on a line
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from functools import partial
@@ -14,11 +15,11 @@ from typing import Any, Literal, TypedDict
 
 from planner.analysis.prediction import Prediction
 from planner.base.errors import ClusterError, PlanError
-from planner.base.json_schema import Misread, fields_of, read, read_fields
+from planner.base.json_schema import Misread, Readers, fields_of, read, read_fields
 from planner.base.units import nearest
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.decision_names import parse_runs, runs
-from planner.formulation.resharding import Collective
+from planner.formulation.resharding import Collective, Phase
 from planner.formulation.stage_boundaries import Exchange
 from planner.formulation.unsharding import Gathers, Unsharding
 from planner.ir.layout import Axis, Mesh
@@ -29,6 +30,8 @@ from planner.solve.transfers import TransferSchedule
 
 FORMAT, VERSION = "autopar-plan", 3
 WIDTH = 110
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half of a character, as JSON may escape it; half of them alone cannot be written."""
 FIELDS = (
     *(
         "format",
@@ -206,14 +209,30 @@ def _read_runs(text: str, *place: str | int) -> tuple[int, ...]:
 
 
 def parse(text: str) -> Any:
-    """JSON values from text; raises :class:`PlanError` where it breaks off, or holds NaN or infinity."""
+    """JSON values from text; raises :class:`PlanError` where it breaks off, or holds what a plan cannot."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        found = json.loads(text, parse_constant=_refuse_constant)
+        if _SURROGATE.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise PlanError(
             f"this is not a whole plan: JSON ends or breaks at line {error.lineno}, column {error.colno} "
             f"({error.msg}); save the plan again"
         ) from error
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("ascii", "backslashreplace").decode()
+        raise PlanError(f"the plan holds {half}, half a character: restore it, or plan again") from error
+    except RecursionError as error:
+        raise PlanError(
+            "this is not a plan: its lists lie within one another without end; save the plan again"
+        ) from error
+    except PlanError:
+        raise
+    except ValueError as error:  # of whole numbers of thousands of digits
+        raise PlanError(
+            f"the plan holds a number that is too long to read: restore it, or plan again ({error})"
+        ) from error
+    return found
 
 
 def dump(value: Any) -> str:
@@ -278,7 +297,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "mesh": field("mesh", lambda axes: Mesh(read(tuple[Axis, ...], axes))),
         "blocks": field("blocks", partial(read, tuple[BlockPlan, ...], readers={BlockPlan: _read_block})),
         "outputs": field("outputs", partial(read, tuple[str, ...])),
-        "predicted": field("predicted", partial(read, Prediction, readers=COUNTED)),
+        "predicted": field("predicted", partial(read, Prediction, readers=CALLS)),
         "search": field("search", partial(read, Search, readers={Mapping[str, Any]: _read_candidate})),
         "pipeline": field("pipeline", partial(_read_pipeline, default=gathers)) if "pipeline" in data else None,
         "transfer_schedules": field("transfer_schedule", _read_transfer_schedules)
@@ -286,8 +305,8 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         else (),
         "optimizer_bytes_per_element": field("optimizer_bytes_per_element", _read_bytes),
         "recorded": Account(
-            field("details", partial(read, tuple[BlockDetail, ...], readers=COUNTED)),
-            field("leaves", partial(read, Mapping[str, LeafDetail])),
+            field("details", partial(read, tuple[BlockDetail, ...], readers=CALLS)),
+            field("leaves", partial(read, Mapping[str, LeafDetail], readers=CALLS)),
         ),
     }
 
@@ -322,12 +341,18 @@ def _read_block(data: Any) -> BlockPlan:
 def _read_counted(kind: Any, data: Any) -> tuple[Any, int]:
     """A call, and how often a step makes it."""
     kinds, required = fields_of(kind)
-    found = read_fields(data, {**kinds, "calls": int}, required | {"calls"})
+    found = read_fields(data, {**kinds, "phase": Phase, "calls": int}, required | {"calls"})
     count = found.pop("calls")
     return kind(**found), count
 
 
-COUNTED = {
+def _read_call(data: Any) -> Collective:
+    kinds, required = fields_of(Collective)
+    return Collective(**read_fields(data, {**kinds, "phase": Phase}, required))
+
+
+CALLS: Readers = {
+    Collective: _read_call,
     tuple[Collective, int]: partial(_read_counted, Collective),
     tuple[Exchange, int]: partial(_read_counted, Exchange),
 }

@@ -7,6 +7,7 @@ import json
 from planner.base.errors import PinError, PlanError
 from planner.formulation.constraints.pins import Pins
 from planner.plan.document.document import Document
+from planner.plan.document.well_formed import check_well_formed
 from planner.search.parallel_config import ParallelConfig, check_pinned
 from planner.solve.pipeline.stages import Pipeline
 
@@ -19,6 +20,7 @@ def check_consistent(plan: Document) -> None:
     Raises:
         PlanError: names both.
     """
+    check_well_formed(plan)
     pinned = plan.pin.get("offload", "none")
     has = "a" if plan.transfer_schedules else "no"
     if (pinned == "none") != (has == "no"):

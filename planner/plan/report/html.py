@@ -6,10 +6,10 @@ dark themes of the browser, JupyterLab and VS Code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
-from itertools import product
 from typing import Any
 
 from planner.base.errors import PlanError, ScheduleError
@@ -28,6 +28,7 @@ from planner.formulation.resharding import Collective
 from planner.ir.layout import Mesh
 from planner.plan.document.detail import LeafDetail, OpDetail
 from planner.plan.document.document import Document
+from planner.plan.report.sentence import sentence
 from planner.plan.report.summary import (
     BlockSummary,
     blocks,
@@ -53,6 +54,9 @@ DARK = """
   --warn: #f0c560; --warn-bg: #3a2f12; --good: #63d3a0; --good-bg: #15392a; --bad: #f0867a;
 """
 MOST_RANKS = 256
+"""So many ranks are drawn at most."""
+ACROSS = 16
+"""So many of them stand beside or below one another at most."""
 Cell = str | tuple[str, str]
 
 
@@ -74,7 +78,7 @@ def fragment(document: Document) -> str:
         f"<style>{_style()}</style>",
         _head(document),
         _note(document),
-        f'<div class="top">{_mesh(document)}<div class="bars">{_step(document)}{_memory(document)}</div></div>',
+        f'<div class="top"><div class="bars">{_step(document)}{_memory(document)}</div>{_mesh(document)}</div>',
         _timeline(document),
         _blocks(document),
         f'<div class="two">{_collectives(document)}{_search(document)}</div>',
@@ -106,7 +110,7 @@ def _head(document: Document) -> str:
     return (
         f'<div class="head"><h1>{escape(str(model["class"]))}</h1>{"".join(pills)}</div>'
         f'<div class="sub">{in_count(int(model["parameters"]))} parameters on {escape(cluster.name)}: {devices}, '
-        f"{escape(cluster.backend)}</div>"
+        f'{escape(cluster.backend)}</div><p class="sentence">{escape(sentence(document))}</p>'
     )
 
 
@@ -137,7 +141,7 @@ def _mesh(document: Document) -> str:
     links = "".join(f"<li>{escape(line)}</li>" for line in _links(document.cluster))
     drawing = _drawing(document.mesh.micro_batched(1), document.cluster.spans[0])
     told = f"{micro_batches}{moves}"
-    return f'<div class="card"><h2>Mesh</h2>{drawing}<div>{axes}</div>{told}<ul class="links">{links}</ul></div>'
+    return f'<div class="card mesh"><h2>Mesh</h2>{drawing}<div>{axes}</div>{told}<ul class="links">{links}</ul></div>'
 
 
 def _links(cluster: ClusterSpec) -> list[str]:
@@ -152,36 +156,43 @@ def _links(cluster: ClusterSpec) -> list[str]:
 
 
 def _drawing(mesh: Mesh, node: int) -> str:
-    """Ranks in a grid: the last axis to the right, the one before downwards, others side by side; one shade a node."""
+    """Ranks in tables, one shade a node: the last axis to the right, the one before downwards, the others, and what of
+    these two is more than :data:`ACROSS`, in further tables, so that the drawing is at most about so many ranks across
+    and down.
+    """
     if mesh.size > MOST_RANKS:
         return f'<p class="soft">{mesh.size:,} devices in nodes of {node:,}</p>'
     *outer, rows, columns = (*(1, 1), *mesh.sizes)
-    if rows == 1 and not any(size > 1 for size in outer) and columns > 16:
-        rows, columns = columns // 8, 8
-        names: tuple[str, ...] = ("", mesh.names[-1])
-    else:
-        names = ("", "", *mesh.names)[-2:]
-    cell = 34 if mesh.size <= 64 else 20
-    gap, left, top = 4, 18 if names[0] and rows > 1 else 2, 18
-    tables = list(product(*(range(size) for size in outer)))
-    width = left + len(tables) * columns * (cell + gap) + (len(tables) - 1) * 12
-    height = top + rows * (cell + gap)
+    names = ("", "", *mesh.names)[-2:]
+    across = min(columns, ACROSS)
+    lines = -(-columns // across)
+    down = min(rows, max(1, ACROSS // lines))
+    parts = -(-rows // down)
+    tables = math.prod(outer) * parts
+    beside = min(tables, max(1, ACROSS // across))
+    cell, gap, space, top = (34 if across * beside <= 8 else 22), 4, 10, 18
+    left = 18 if names[0] and rows > 1 else 2
+    table_width, table_height = across * (cell + gap) + space, down * lines * (cell + gap) + space
+    width, height = left + beside * table_width - space, top + -(-tables // beside) * table_height - space
     found = [f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="mesh">']
     found.append(f'<text x="{left}" y="11">{escape(names[1])} →</text>')
     if names[0] and rows > 1:
-        middle = top + rows * (cell + gap) / 2
+        middle = top + (table_height - space) / 2
         found.append(
             f'<text x="11" y="{middle}" transform="rotate(-90 11 {middle})" text-anchor="middle">'
             f"← {escape(names[0])}</text>"
         )
     for number in range(mesh.size):
-        table, place = divmod(number, rows * columns)
-        row, column = divmod(place, columns)
-        x = left + table * (columns * (cell + gap) + 12) + column * (cell + gap)
-        y = top + row * (cell + gap)
+        row, column = divmod(number, columns)
+        block, row = divmod(row, rows)
+        part, row = divmod(row, down)
+        table_row, table = divmod(block * parts + part, beside)
+        line, column = divmod(column, across)
+        x = left + table * table_width + column * (cell + gap)
+        y = top + table_row * table_height + (row * lines + line) * (cell + gap)
         shade = 0.95 if number // node % 2 == 0 else 0.6
         found.append(
-            f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" rx="6" fill="var(--u0)" opacity="{shade}"/>'
+            f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" rx="5" fill="var(--u0)" opacity="{shade}"/>'
             f'<text class="rank" x="{x + cell / 2}" y="{y + cell / 2 + 4}" text-anchor="middle">{number}</text>'
         )
     return "".join(found) + "</svg>"
@@ -264,9 +275,9 @@ def _blocks(document: Document) -> str:
     cards = "".join(_block(document, block, block is heaviest) for block in summaries)
     key = (
         "One line per operator that has parameters, does the heavy work or communicates. Layouts give one type per "
-        "axis: <b>S(d)</b> sharded along dim d, <b>R</b> replicated with partial gradient, <b>I</b> replicated with "
-        "whole gradient, <b>P</b> partial sums. Collectives run forward (→) and backward (←); bytes are what each "
-        "rank passes in, over all instances of the block."
+        "axis: <b>S(d)</b> sharded along dim d, <b>S(d,o)</b> each of o equal parts of it, <b>R</b> replicated with "
+        "partial gradient, <b>I</b> replicated with whole gradient, <b>P</b> partial sums. Collectives run forward "
+        "(→) and backward (←); bytes are what each rank passes in, over all instances of the block."
     )
     return f'<div class="card"><h2>Distinct blocks</h2><p class="key">{key}</p>{cards}{_shared(document)}</div>'
 

@@ -9,12 +9,13 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from planner.analysis.offload.chunks import ALIGN_BYTES, SAVED
-from planner.base.formatting import IN_EACH, again, in_bytes, in_seconds, sizes_text
-from planner.formulation.constraints.pins import FREE_AXES
+from planner.base.formatting import IN_EACH, again, in_bytes, in_seconds
+from planner.formulation.constraints.roles import ROLES
 from planner.formulation.resharding import Collective
 from planner.ir.layout import PIPELINE
 from planner.plan.document.detail import BlockDetail, Move, OpDetail
 from planner.plan.document.document import BlockPlan, Document
+from planner.search.parallel_config import mesh_text
 from planner.solve.pipeline.schedule import versions
 
 
@@ -142,7 +143,7 @@ def stored(document: Document, op: OpDetail) -> list[tuple[str, str]]:
 
 def candidate_name(candidate: Mapping[str, Any]) -> str:
     """What a candidate is called."""
-    return sizes_text(candidate["mesh"]) + IN_EACH * (candidate.get("gathers") == "each")
+    return mesh_text(candidate["mesh"]) + IN_EACH * (candidate.get("gathers") == "each")
 
 
 def candidate_cells(candidate: Mapping[str, Any]) -> tuple[str, str]:
@@ -161,7 +162,7 @@ def standing(document: Document) -> str:
     away = Counter(c.get("proof", "search") for c in candidates if c["status"] == "pruned")
     fits = [c for c in candidates if c["status"] != "infeasible"]
     count = len(candidates) + document.search.unseen
-    axes = "" if set(FREE_AXES).isdisjoint(document.mesh.names) else f" of up to {document.search.max_axes} axes"
+    axes = "" if not ROLES.keys().isdisjoint(document.pin) else f" of up to {document.search.max_axes} axes"
     parts = [f"{count:,} mesh{'es' * (count != 1)}{axes}"]
     if away:
         proofs = ", ".join(f"{count} by {proof}" for proof, count in sorted(away.items()))

@@ -18,6 +18,7 @@ from planner.base.formatting import (
 from planner.formulation.resharding import Collective
 from planner.plan.document.detail import OpDetail
 from planner.plan.document.document import Document
+from planner.plan.report.sentence import sentence
 from planner.plan.report.summary import (
     BlockSummary,
     blocks,
@@ -38,6 +39,10 @@ from planner.plan.report.summary import (
 
 SHOWN = 16
 """So many candidates are listed."""
+LETTERS = (
+    "layouts by axis: S(d) sharded along dim d, R and I replicated (R: gradient still to be summed), P partial sum"
+)
+"""What layouts are written in, in one line; see :mod:`planner.ir.layout`."""
 
 
 def text(document: Document, width: int | None = None) -> str:
@@ -93,7 +98,8 @@ def _head(document: Document) -> str:
         *([("proof", in_paragraph(str(document.certificate)))] if document.assignment is not None else []),
     ]
     title = f"{document.model['class']}, {document.model['parameters']:,} parameters"
-    return "\n".join([f"{title}, on {document.cluster.name}: {devices}", labelled(rows)])
+    told = in_paragraph(f"  {sentence(document)}", "  ")
+    return "\n".join([f"{title}, on {document.cluster.name}: {devices}", told, labelled(rows)])
 
 
 def _stages(document: Document) -> list[tuple[str, str]]:
@@ -125,7 +131,7 @@ def _blocks(document: Document, width: int | None) -> str:
         rows.append("read by several" + (f"   {in_percent(part)} of the step" if part else ""))
     for leaf in leaves:
         rows += _lines([f"    {leaf.name}", *("" for _ in document.mesh.names), "", leaf.layout], leaf.calls)
-    return _table(header, rows, width=width)
+    return "\n".join([*([LETTERS] if document.account.blocks else []), _table(header, rows, width=width)])
 
 
 def _rows(document: Document, block: BlockSummary, name: str, op: OpDetail) -> list[Sequence[str]]:

@@ -360,4 +360,4 @@ def test_the_search_shards_inside_nodes_by_itself() -> None:
     needed = plan_of(graph, spec, {"data": 4, "zero": 0, "recompute": "full"}).predicted.peak_bytes
     device = spec.device.model_copy(update={"memory_bytes": int(needed / 0.9)})
     spec = spec.model_copy(update={"device": device})
-    assert stored(graph, spec, None, "param", "up.weight") == (Mesh.of(outer=2, inner=2), {(I, Shard(0))})
+    assert stored(graph, spec, None, "param", "up.weight") == (Mesh.of(replicate=2, data=2), {(I, Shard(0))})

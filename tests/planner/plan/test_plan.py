@@ -237,7 +237,7 @@ def edit_numbers(data: dict[str, Any]) -> None:
             edit_strategy,
             r"'outer:rows inner:rows' for block 'layers\.\*', ops, 'up: linear'.*possible: .*'outer:\w+ inne",
         ),
-        (edit_axis, r"'I' for parameters, 'head\.weight'.*possible: .*'I I'"),
+        (edit_axis, r"'parameters', 'head\.weight': layout 'I' has 1 local types for 2 mesh axes; give one"),
         (edit_name, r"no entry for block 'layers\.\*', ops, 'up: linear'; it has one for 'upp: linear', .*: rename it"),
         (edit_extra, r"'head\.wieght' in parameters, which the model does not have there; did you mean 'head\.weight'"),
         (edit_block, r"'up: linear' in block 'stem', ops, which belongs in block 'layers\.\*', ops: move it there"),

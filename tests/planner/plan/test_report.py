@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from planner.base.formatting import WIDTH, in_all_bytes, in_bytes, in_count, in_paragraph, in_percent, in_seconds
+from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import Mesh
 from planner.plan.document.detail import Account
 from planner.plan.document.document import BlockPlan
@@ -72,8 +73,12 @@ def test_a_plan_with_a_gap_says_how_far_from_the_best_it_may_be() -> None:
 def test_what_was_asked_for_is_said_before_how_it_was_found() -> None:
     pin = {"pipeline": 2, "micro_batches": 4, "recompute": {"keep": ["layers.*.up", "layers.*.down", "layers.*"]}}
     text = str(plan_of(residual_mlp(layers=6), cluster(2), pin))
-    labels = [line[2:10].strip() for line in text.splitlines()[1:] if line[:2] == "  " and line[2:3].strip()]
-    assert labels[:8] == ["mesh", "pinned", "batches", "stages", "step", "memory", "search", "proof"]
+    labels = [
+        line[2:10].strip()
+        for line in text.partition("\n  mesh ")[2].splitlines()
+        if line[:2] == "  " and line[2:3].strip()
+    ]
+    assert labels[:7] == ["pinned", "batches", "stages", "step", "memory", "search", "proof"]
 
 
 def test_no_line_of_the_head_is_much_longer_than_a_screen() -> None:
@@ -265,7 +270,7 @@ def test_unknown_operators_are_pointed_out() -> None:
 
 def test_names_cannot_break_the_page() -> None:
     nasty = "<script>alert('x')</script>"
-    block = BlockPlan(nasty, 1, {nasty: "outer:n inner:n"}, {}, (0,))
+    block = BlockPlan(nasty, 1, {nasty: "tensor_a:n tensor_b:n"}, {}, (0,))
     plan = replace(bare(), model={**mlp().model, "class": nasty}, blocks=(block,))
     page = Page(plan.to_html())
     assert "script" not in page.tags
@@ -278,17 +283,51 @@ def test_names_cannot_break_the_page() -> None:
         (Mesh.of(all=1), 1),
         (Mesh.of(all=8), 8),
         (Mesh.of(all=64), 64),
+        (Mesh.of(all=100), 100),
         (Mesh.of(outer=4, inner=8), 32),
+        (Mesh.of(outer=2, inner=128), 256),
+        (Mesh.of(outer=128, inner=2), 256),
+        (Mesh.of(outer=3, inner=37), 111),
         (Mesh.of(pipeline=2, data=2, tensor=4), 16),
+        (Mesh.of(replicate=16, data=8, tensor=2), 256),
         (Mesh.of(data=32, tensor=32), 0),
+        (Mesh.of(replicate=16, data=128, tensor=8), 0),
     ],
     ids=str,
 )
-def test_every_rank_is_drawn_once(mesh: Mesh, ranks: int) -> None:
+def test_every_rank_is_drawn_once_and_the_mesh_stays_small(mesh: Mesh, ranks: int) -> None:
     drawing = _drawing(mesh, 8)
     Page(drawing)
     assert sorted(map(int, re.findall(r'class="rank"[^>]*>(\d+)<', drawing))) == list(range(ranks))
-    assert len(set(re.findall(r'<rect x="(\d+)" y="(\d+)"', drawing))) == ranks
+    cells = re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)"', drawing)
+    assert len({(x, y) for x, y, _ in cells}) == ranks
+    if ranks:
+        width, height = (int(size) for size in re.findall(r'(?:width|height)="(\d+)"', drawing)[:2])
+        assert all(int(x) + int(cell) <= width and int(y) + int(cell) <= height for x, y, cell in cells)
+        assert width <= 620 and height <= 800
+    else:
+        assert f"{mesh.size:,} devices in nodes of 8" in drawing
+
+
+@pytest.mark.parametrize("devices", [4, 64, 16384])
+def test_time_and_memory_stand_beside_the_mesh_at_any_width(devices: int) -> None:
+    """They come before it in a row that runs from the right and wraps: beside it where there is room for both, above it
+    where there is not; and nothing in the row is wider than the row.
+    """
+    nodes = ClusterSpec.preset("dgx-h100", devices=devices)
+    plan = plan_of(residual_mlp(layers=1, width=64, batch=2 * devices), nodes, {"data": devices})
+    html = plan.to_html()
+    head, top, rest = re.split(r'<div class="top">|<div class="card"><h2>Distinct blocks', html)
+    assert plan.sentence.replace("<", "&lt;") in head
+    step, memory, mesh = (
+        top.index(each) for each in (in_seconds(plan.predicted.step_time_s), "predicted peak", "<h2>Mesh")
+    )
+    assert step < memory < mesh and rest
+    style = re.sub(r"\s+", " ", html)
+    assert re.search(r"\.autopar \.top \{ display: flex; flex-flow: row-reverse wrap; align-items: flex-start;", style)
+    assert re.search(r"\.autopar \.bars \{ flex: 3 1 400px; [^}]*min-width: 0; \}", style)
+    assert re.search(r"\.autopar \.mesh \{ flex: 1 1 300px; min-width: 0; \}", style)
+    assert ".autopar .mesh svg { max-width: 100%; height: auto; }" in style
 
 
 def test_the_page_is_saved_whole(tmp_path: Path) -> None:

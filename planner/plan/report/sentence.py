@@ -1,0 +1,201 @@
+"""A plan in one sentence: what is divided among which devices, what that takes, and how good it is.
+
+Everything is read off the decisions, not off pins or the names of axes, so that it is said of any plan alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from planner.base.formatting import in_bytes, in_percent, in_seconds
+from planner.cost.cluster import ClusterSpec
+from planner.ir.layout import MICRO, Axis
+from planner.plan.document.document import Document, PipelinePlan
+
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "interleaved 1F1B",
+    "zero_bubble": "zero bubble",
+    "zbv": "ZBV",
+    "dualpipev": "DualPipeV",
+    "2bw": "2BW",
+}
+WEIGHS = 0.02
+"""Part of a step from which on it is said what it is lost to."""
+WHOLE = ("whole", "terms")
+"""Words for operators of which an axis shards nothing, by themselves."""
+
+
+def sentence(document: Document) -> str:
+    """``"Shards parameters over the 8 GPUs of a node (FSDP), copies over 4 nodes; 1.84 s a step, ..."``"""
+    done = _listed([*_stages(document), *_axes(document), *_recomputes(document), *_offloads(document)])
+    told = "; ".join([done, ", ".join(_figures(document))])
+    return f"{told[0].upper()}{told[1:]}."
+
+
+def _listed(parts: list[str]) -> str:
+    return ", ".join(parts) or "runs whole on one device"
+
+
+# ---- what is divided -------------------------------------------------------------------------------------------------
+
+
+def _stages(document: Document) -> Iterator[str]:
+    """How a pipeline is cut, and into how many micro-batches a step is."""
+    pipeline, count = document.pipeline, document.mesh.micro_batches
+    micro_batches = f"{count} micro-batch{'es' * (count != 1)}"
+    if pipeline is None:
+        return
+    if pipeline.ranks == 1:
+        yield f"takes the batch in {micro_batches}" + ", one version of weights late" * (pipeline.schedule == "2bw")
+        return
+    sizes = [high - low for low, high in pairwise(pipeline.bounds)]
+    low, high = min(sizes), max(sizes)
+    blocks = f"{low} block{'s' * (low != 1)}" if low == high else f"{low} to {high} blocks"
+    stages = f"runs {len(sizes)} stages of {blocks}"
+    ranks = f" on {pipeline.ranks} pipeline ranks" if pipeline.virtual_stages > 1 else ""
+    yield f"{stages}{ranks} ({SCHEDULES.get(pipeline.schedule, pipeline.schedule)} with {micro_batches})"
+
+
+def _axes(document: Document) -> Iterator[str]:
+    """What the axes divide, from neighbours outwards: first what needs the fastest links."""
+    axes, work, whole = document.mesh.axes, _work(document), _stored_whole(document)
+    kinds = {at: _kind(axis, work[at]) for at, axis in enumerate(axes) if axis.size > 1 and axis.name != MICRO}
+    is_sharded = any(kind == "data" and not whole[at] for at, kind in kinds.items())
+    places: dict[tuple[str, str], list[str]] = {}
+    for at, kind in reversed([*kinds.items()]):
+        if kind == "data" and not whole[at]:
+            what = "shards parameters", f" ({_fsdp(document)})"
+        elif kind == "data":
+            what = ("copies", "") if is_sharded else ("copies the model", " (data parallel)")
+        elif kind == "tensor":
+            what = "splits weights", f" (tensor parallel{', sequence parallel' * (work[at]['sequence'] > 0)})"
+        elif kind == "context":
+            what = "splits the sequence", " (context parallel)"
+        else:
+            what = ("repeats the work" if kind == "idle" else "divides the work"), ""
+        places.setdefault(what, []).append(f"over {_place(document, axes, at)}")
+    yield from (f"{does} {' and '.join(where)}{called}" for (does, called), where in places.items())
+
+
+def _work(document: Document) -> list[Counter[str]]:
+    """For every axis, how much work what it shards is, in operations and elements; ``whole`` what every rank does."""
+    found = [Counter[str]() for _ in document.mesh.axes]
+    for block, detail in zip(document.blocks, document.account.blocks, strict=False):
+        for op in detail.ops.values():
+            numel = 1
+            for size in op.shape:
+                numel *= size
+            for counter, word in zip(found, op.meaning, strict=True):
+                counter[word] += block.count * (op.flops + numel)
+    return found
+
+
+def _kind(axis: Axis, work: Mapping[str, int]) -> str:
+    """What an axis is for: what most of the work that it divides is divided by; without details, by its name."""
+    if not work:
+        name = axis.name.partition("_")[0]
+        return {"replicate": "data"}.get(name, name)
+    shares = {"data": work.get("batch", 0), "context": work.get("sequence", 0)}
+    shares["tensor"] = sum(work.values()) - sum(shares.values()) - sum(work.get(word, 0) for word in WHOLE)
+    kind = max(shares, key=lambda name: shares[name])
+    return kind if shares[kind] else "idle"
+
+
+def _stored_whole(document: Document) -> list[bool]:
+    """Whether most elements of parameters are stored whole on each axis; without details, most parameters."""
+    sharded, whole = ([0] * len(document.mesh.axes) for _ in range(2))
+    for name, layout in document.parameters.items():
+        leaf, numel = document.account.leaves.get(name), 1
+        for size in () if leaf is None else (leaf.count, *leaf.shape):
+            numel *= size
+        for at, local_type in enumerate(layout.split()):
+            (sharded if local_type.startswith("S") else whole)[at] += numel
+    return [mine >= theirs for mine, theirs in zip(whole, sharded, strict=True)]
+
+
+def _fsdp(document: Document) -> str:
+    """FSDP, and which stage of ZeRO: whether backward finds parameters gathered still, or gathers them again."""
+    if document.pipeline is not None:
+        again = not document.unsharding.once_per_step
+        return f"FSDP, ZeRO {3 if again else 2}"
+    repeated = [block for block in document.blocks if block.count > 1] or list(document.blocks)
+    gathering, count = sum(sum(b.recompute.values()) for b in repeated), sum(b.count for b in repeated)
+    return "FSDP, ZeRO " + ("2" if not gathering else "3" if gathering >= count else "2 and 3")
+
+
+def _place(document: Document, axes: tuple[Axis, ...], at: int) -> str:
+    """Which devices an axis goes over: ``"the 8 GPUs of a node"``, ``"4 nodes"``, ``"2 groups of 4 GPUs"``."""
+    cluster, ranks, axis = document.cluster, document.mesh.size, axes[at]
+    devices = "processes" if cluster.device.kind == "cpu" else "GPUs"
+    is_staged = document.pipeline is not None and document.pipeline.ranks > 1
+    if axis.size == ranks:
+        return f"the {ranks:,} {devices} of each pipeline rank" if is_staged else f"all {ranks:,} {devices}"
+    if axis.stride == 1:
+        level = _level(cluster, axis.size)
+        return f"the {axis.size:,} {devices} of a {level}" if level else f"groups of {axis.size:,} {devices}"
+    if level := _level(cluster, axis.stride):
+        return f"{axis.size:,} {level}s"
+    inner = axes[at + 1]
+    return f"{axis.size:,} such groups" if inner.stride == 1 else f"{axis.size:,} groups of {axis.stride:,} {devices}"
+
+
+def _level(cluster: ClusterSpec, devices: int) -> str:
+    """The level of the network whose units have so many devices; empty where there is none of its own."""
+    spans = zip(cluster.levels, cluster.spans, strict=True)
+    return next((level.name for level, span in spans if span == devices and level.size > 1), "")
+
+
+# ---- what else is done -----------------------------------------------------------------------------------------------
+
+
+def _recomputes(document: Document) -> Iterator[str]:
+    """How many blocks recompute, and how much of the step that is."""
+    levels = _recomputed(document.pipeline, document)
+    count, total = sum(levels.values()), sum(block.count for block in document.blocks)
+    if not count:
+        return
+    share = document.predicted.time_s.get("recompute", 0.0) / (document.predicted.step_time_s or 1.0)
+    of = f"all {total}" if count == total else f"{count} of {total}"
+    yield f"recomputes {of} blocks in backward" + (f" ({in_percent(share)} of the step)" if share >= WEIGHS else "")
+
+
+def _recomputed(pipeline: PipelinePlan | None, document: Document) -> dict[str, int]:
+    """How many blocks recompute at each level; those that gather alone do not."""
+    found = Counter[str]()
+    if pipeline is not None:
+        found.update({level: len(numbers) for level, numbers in pipeline.recompute.items()})
+    else:
+        for block in document.blocks:
+            found.update(block.recompute)
+    return {level: count for level, count in found.items() if level != "gathered"}
+
+
+def _offloads(document: Document) -> Iterator[str]:
+    if not document.transfer_schedules:
+        return
+    home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
+    early = any(moment.on == "host" for table in document.transfer_schedules for moment in table.trace.moments[:-1])
+    yield f"keeps model data {home} and updates it there" + " during backward" * early
+
+
+# ---- what it takes ---------------------------------------------------------------------------------------------------
+
+
+def _figures(document: Document) -> Iterator[str]:
+    """Seconds, what of them is lost to waiting, memory, and how far the best may be."""
+    predicted, usable, search = document.predicted, document.cluster.device.usable_bytes, document.search
+    yield f"{in_seconds(predicted.step_time_s)} a step"
+    for use, why in (("bubble", "in the bubble"), ("offload", "waiting for transfers")):
+        share = predicted.time_s.get(use, 0.0) / (predicted.step_time_s or 1.0)
+        if share >= WEIGHS:
+            yield f"{in_percent(share)} of it {why}"
+    yield f"{in_percent(predicted.peak_bytes / usable)} of {in_bytes(usable).replace('.0 ', ' ')}"
+    best = "the best with these pins" if document.pin else "the best"
+    if search.status == "optimal":
+        yield f"proven {best}"
+    else:
+        yield f"within {max(search.gap * 100, 0.01):.2g} % of {best}"
