@@ -18,7 +18,7 @@ from autopar.emit.stage_programs import check_micro_batched
 from autopar.graph.interpreter import no_garbage, on_one_stack
 from planner.analysis.memory import usage
 from planner.analysis.prediction import predict, predict_micro_batched
-from planner.base.errors import InputError, PlanError
+from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment
@@ -107,7 +107,7 @@ def _runs_micro_batched(traced: Traced) -> bool:
     """Whether micro-batched steps can train the model."""
     try:
         check_micro_batched(traced.captured, traced.graph)
-    except (InputError, PlanError):
+    except InputError:
         return False
     return True
 

@@ -291,7 +291,8 @@ class ParallelModule(nn.Module):
         count = len(results) - len(self.interface.updates)
         if self.training:
             for name, value in zip(self.interface.updates, results[count:], strict=True):
-                self._update(name, value.detach())
+                if value is not None:  # of a stage of this rank
+                    self._update(name, value.detach())
         return self.interface.returned(results[:count], self.device_mesh)
 
     def _held(self) -> dict[str, Tensor]:
