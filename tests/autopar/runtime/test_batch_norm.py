@@ -17,7 +17,6 @@ from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.spmd.mesh import groups_of
 from autopar.verification.collective_counter import count_collectives, differences
 from autopar.verification.float64 import exact
-from planner.base.errors import PinError, PlanError
 from planner.plan.plan import Plan
 from tests.autopar import workers
 from tests.autopar.models import Batch
@@ -47,7 +46,7 @@ class ResNet(nn.Module):
 
     def __init__(self, synced: type[nn.Module]):
         super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS, momentum=0.3)
+        self.stem, self.norm = nn.Conv2d(3, CHANNELS, 3, bias=False), nn.BatchNorm2d(CHANNELS, momentum=0.3)
         kinds = (
             nn.BatchNorm2d(CHANNELS, affine=False),
             nn.BatchNorm2d(CHANNELS, track_running_stats=False),
