@@ -282,8 +282,8 @@ class _TypedRoot(fx.Interpreter):
             types = tuple(s.results[index] for s in choice.axes)
             checker.stamp(value, types)
             # What a kernel makes for its own backward may differ between devices.
-            shape = node.results[index].shape if index in read else None
-            checker.expect(value, types, shape, f"{where}: result {index}")
+            whole = node.results[index].shape if index in read else None
+            checker.expect(value, types, whole, f"{where}: result {index}")
         return values if several else values[0]
 
     def seen(self, value: Tensor, types: Layout, choice: Choice, terms: list[int]) -> Layout:

@@ -17,6 +17,7 @@ from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.spmd.mesh import groups_of
 from autopar.verification.collective_counter import count_collectives, differences
 from autopar.verification.float64 import exact
+from planner.base.errors import PinError, PlanError
 from planner.plan.plan import Plan
 from tests.autopar import workers
 from tests.autopar.models import Batch
@@ -178,3 +179,75 @@ def test_trains_as_the_original_micro_batch_by_micro_batch(pool: LocalProcesses,
         plan = planned({**pin, "batch_norm": "micro_batch"})
     assert "batch norms normalise each micro-batch by its own" in " ".join(str(plan).split())
     assert len(set(pool.run(trains_by_micro_batch, plan.to_dict(), ranks=plan.cluster.world_size))) == 1
+
+
+def test_verifies_against_batch_norms_of_micro_batches() -> None:
+    """Where the mean over tokens is the global batch's, though micro-batches count different numbers of them."""
+    pin = {"micro_batches": 2, "data": 2, "batch_norm": "micro_batch"}
+    batch = batch_of()
+    batch["y"][:5] = -100
+    found = autopar.verify(made(), workers.cluster_of(2), example_kwargs=batch, pin=pin)
+    assert found.verdict == "verified" and found.agreement is not None
+    assert found.agreement.buffers.keys() >= {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert "by its own statistics, as pin 'batch_norm' says" in str(found)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Matching(nn.Module):
+    """A batch norm whose statistics the loss reads, or the model returns."""
+
+    def __init__(self, returns: bool):
+        super().__init__()
+        self.linear, self.norm, self.returns = nn.Linear(8, 8), nn.BatchNorm1d(8), returns
+
+    def forward(self, x: Tensor) -> Any:
+        loss = self.norm(self.linear(x)).square().mean()
+        mean: Any = self.norm.running_mean
+        return {"loss": loss, "mean": mean} if self.returns else loss + mean.square().sum()
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+class Twice(nn.Module):
+    """One batch norm in two layers, so that the second goes on from the running statistics of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.second(self.norm(self.first(x)).tanh())).tanh().square().mean()
+
+
+BY_MICRO_BATCH = {"micro_batches": 2, "batch_norm": "micro_batch"}
+
+
+@pytest.mark.parametrize(
+    "make, pin, message",
+    [
+        (lambda: Matching(False), {"micro_batches": 2}, r"in norm normalises by .* pin 'batch_norm' 'micro_batch'"),
+        (lambda: Matching(False), BY_MICRO_BATCH, r"reads the statistics of norm, which are others in every"),
+        (lambda: Matching(True), BY_MICRO_BATCH, r"the model returns the statistics of norm, .* after the step"),
+        (Plain, BY_MICRO_BATCH, r"and the model has none that does so: leave it out"),
+        (Plain, {"batch_norm": "global"}, r"pin 'batch_norm' is 'global'; it is 'micro_batch' \(each"),
+    ],
+)
+def test_what_cannot_be_normalised_so_is_refused(make: Any, pin: dict[str, Any], message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        autopar.plan(make(), workers.cluster_of(1), example_args=(torch.randn(8, 8),), pin=pin)
+
+
+def test_one_batch_norm_in_two_stages_is_refused_and_in_one_goes_on() -> None:
+    model, batch = Twice(), (torch.randn(8, 8),)
+    assert autopar.verify(model, workers.cluster_of(1), example_args=batch, pin=BY_MICRO_BATCH).verdict == "verified"
+    with pytest.raises(PlanError, match=r"changes its buffer 'norm.running_mean' in stage 1 and reads it in stage 0"):
+        autopar.verify(model, workers.cluster_of(2), example_args=batch, pin={**BY_MICRO_BATCH, "pipeline": 2})
