@@ -222,7 +222,10 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
     specs = module.interface.outputs
     args, kwargs = simulation.inputs(reference.args, reference.kwargs)
     if simulation.is_late:
+        before = dict(module.named_buffers())
         module(*args, **kwargs)
+        for name, buffer in before.items():
+            module.update_buffer(name, buffer)
     messages: contextlib.AbstractContextManager[Counter[Exchange]] = contextlib.nullcontext(Counter())
     if isinstance(module.program, PipelineStep):
         messages = count_messages(module.program, simulation.placed)
