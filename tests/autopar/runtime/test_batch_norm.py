@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,11 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.driver.plan import plan_traced
+from autopar.driver.trace import Traced, trace
 from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.spmd.mesh import groups_of
 from autopar.verification.collective_counter import count_collectives, differences
 from autopar.verification.float64 import exact
 from planner.base.errors import PinError, PlanError
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.plan.plan import Plan
 from tests.autopar import workers
 from tests.autopar.models import Batch
@@ -91,9 +96,15 @@ def cut(batch: Batch, micro_batches: int) -> list[Batch]:
     ]
 
 
-def planned(pin: Mapping[str, Any], **options: Any) -> Plan:
+@functools.cache
+def traced() -> Traced:
+    with exact():
+        return trace(made(), None, batch_of())
+
+
+def planned(pin: Mapping[str, Any]) -> Plan:
     ranks = pin.get("pipeline", 1) * pin.get("data", 1)
-    return autopar.plan(made(), workers.cluster_of(ranks), example_kwargs=batch_of(), pin=pin, **options)
+    return plan_traced(traced(), workers.cluster_of(ranks), Pins.parse(pin), Training())
 
 
 @exact()
@@ -177,8 +188,7 @@ def pool() -> Iterator[LocalProcesses]:
 @pytest.mark.parametrize("pin", CASES, ids=lambda pin: "+".join(f"{key}{value}" for key, value in pin.items()))
 def test_trains_as_the_original_micro_batch_by_micro_batch(pool: LocalProcesses, pin: dict[str, Any]) -> None:
     apart = pin["micro_batches"] > 1
-    with exact():
-        plan = planned({**pin, "batch_norm": "micro_batch"} if apart else pin)
+    plan = planned({**pin, "batch_norm": "micro_batch"} if apart else pin)
     assert ("batch norms normalise each micro-batch by its own" in " ".join(str(plan).split())) == apart
     assert len(set(pool.run(trains_by_micro_batch, plan.to_dict(), ranks=plan.cluster.world_size))) == 1
 
