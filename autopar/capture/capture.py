@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from autopar.capture.buffer_assignment import assigned, buffers, written_in_place
 from autopar.capture.export_errors import failure, on_values, reads_values, without_torchs_notes
@@ -292,7 +292,13 @@ def _export(
     applied: Applied,
 ) -> ExportedProgram:
     """Export ``called``, which is the walk's model or calls it; ``model`` is the user's."""
-    with warnings.catch_warnings(), _caches_off(model, walk), _masks_not_read(), without_torchs_notes():
+    with (
+        warnings.catch_warnings(),
+        _caches_off(model, walk),
+        _masks_not_read(),
+        _batch_norms_not_synced(),
+        without_torchs_notes(),
+    ):
         warnings.simplefilter("ignore")
         with carrying(model, walk, applied):
             return torch.export.export(called, args, kwargs, strict=False)
@@ -344,6 +350,19 @@ def _masks_not_read() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = before
+
+
+@contextlib.contextmanager
+def _batch_norms_not_synced() -> Iterator[None]:
+    """While inside, nn.SyncBatchNorm is batch norm: the batch that is captured is the global one, and a plan shares its
+    statistics among ranks.
+    """
+    before = nn.SyncBatchNorm.forward
+    nn.SyncBatchNorm.forward = _BatchNorm.forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.SyncBatchNorm.forward = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched
 from autopar.emit.stage_programs import check_micro_batched
 from autopar.graph.cpython import no_garbage, on_one_stack
-from planner.base.errors import InputError, PlanError
+from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
@@ -100,7 +100,7 @@ def _runs_micro_batched(traced: Traced) -> bool:
     """Whether micro-batched steps can train the model."""
     try:
         check_micro_batched(traced.captured, traced.graph)
-    except (InputError, PlanError):
+    except InputError:
         return False
     return True
 

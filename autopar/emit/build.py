@@ -46,6 +46,7 @@ from planner.analysis.offload.chunks import (
 from planner.analysis.offload.step_timing import saved_homes
 from planner.base.errors import PlanError
 from planner.formulation.assignment import Assignment
+from planner.formulation.batch_norm import carried
 from planner.formulation.stage_boundaries import ties
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Layout, Mesh, P, R, Shard, over_micro_batches
@@ -285,14 +286,16 @@ def _pipeline_step(
     )
     kept = _kept(space.graph.leaves, stages, here)
     leaves = [leaf for leaf in space.graph.leaves if leaf.name in kept or leaf.op == "input"]
-    home = {position: stage.number for stage in stages for position in stage.outputs}
+    home, left = {position: stage.number for stage in stages for position in stage.outputs}, carried(assignment)
     split = {leaf.name: _micro_batch_dim(space.mesh, assignment.produced(Ref(leaf.name))) for leaf in leaves}
     spec = StepSpec(
         stages={stage.number: stage for stage in here},
         actions=schedule.flow.actions if rank is None else schedule.rows[rank],
         leaves=[leaf.name for leaf in leaves],
         split={name: dim for name, dim in split.items() if dim is not None},
-        outputs=[_leaving(assignment, position, home[position]) for position in range(len(space.leaving))],
+        outputs=[
+            _leaving(assignment, position, home[position], left.get(position)) for position in range(len(space.leaving))
+        ],
         loss=space.graph.loss,
         micro_batches=micro_batches,
         state=holder[STATE],
@@ -313,8 +316,8 @@ def _pipeline_step(
 
 
 def _kept(leaves: Sequence[Node], stages: Sequence[Outline], here: Sequence[Stage]) -> set[str]:
-    """The leaves that stages of this process read; those that none reads are with the first stage."""
-    reads = {stage.number: {*stage.parameters, *stage.leaves} for stage in stages}
+    """The leaves that stages of this process read or change; those that none does are with the first stage."""
+    reads = {stage.number: {*stage.parameters, *stage.leaves, *stage.updates} for stage in stages}
     own = {name for stage in here for name in reads[stage.number]}
     if any(stage.number == 0 for stage in here):
         own |= {leaf.name for leaf in leaves} - {name for names in reads.values() for name in names}
@@ -352,12 +355,12 @@ def _micro_batch_dim(mesh: Mesh, layout: Layout) -> int | None:
     return local_type.dim if isinstance(local_type, Shard) else None
 
 
-def _leaving(assignment: Assignment, position: int, stage: int) -> Leaving:
+def _leaving(assignment: Assignment, position: int, stage: int, buffer: str | None) -> Leaving:
     ref, space = assignment.space.leaving[position], assignment.space
     made = assignment.consumer_layout(ref)
     summed = space.mesh.micro_batches > 1 and made[0] == P
     dtype = getattr(torch, space.graph.type_of(ref).dtype)
-    return Leaving(_micro_batch_dim(space.mesh, made), summed, stage, dtype, space.graph.type_of(ref).grad)
+    return Leaving(_micro_batch_dim(space.mesh, made), summed, stage, dtype, space.graph.type_of(ref).grad, buffer)
 
 
 def interface_of(captured: Captured, assignment: Assignment, leaf_names: Collection[str] | None = None) -> Interface:

@@ -124,6 +124,9 @@ def local_form(call: LocalCall) -> fx.Node:
 OVER_MICRO_BATCHES = ("token_groups", "contracted_groups")
 """Keywords of layers that only count: an axis may be micro-batches."""
 
+BY_MICRO_BATCH = ("batch_groups",)
+"""Keywords of layers that share among ranks what each micro-batch has of its own, where a plan has them do so."""
+
 COUNT = "count"
 """The keyword of losses that takes of how many tokens they are the mean."""
 
@@ -143,7 +146,11 @@ def draws(node: Node, target: torch._ops.OpOverload) -> bool:
 
 
 def _ask_whether_training(call: LocalCall) -> None:
-    """What was captured in training mode trains only while the module does."""
+    """What was captured in training mode trains only while the module does; a norm without running statistics always
+    takes those of its input.
+    """
+    if "momentum" in call.args and call.args.get("running_mean") is None:
+        return
     for name in ("train", "training", "use_input_stats"):
         if call.args.get(name) is True:
             call.args[name] = call.graph.call_function(getattr, (call.state(), "training"))
@@ -156,6 +163,8 @@ def _layer_groups(call: LocalCall, form: LocalForm) -> dict[str, Any]:
         if factors == (CONTRACTED,):
             factors = tuple(f for f in call.rule.sizes if find(call.rule.results[0], f, call.rule.sizes) is None)
         axes = call.sharded(factors)
+        if keyword in BY_MICRO_BATCH:
+            axes = tuple(axis for axis in axes if call.mesh.axes[axis].name != MICRO)
         if not axes:
             continue
         if keyword in form.strips:

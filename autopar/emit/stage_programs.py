@@ -70,20 +70,20 @@ def stages_of(
     Raises:
         PlanError: the model does something that a micro-batched step cannot.
     """
-    _check(captured, assignment)
+    _check(assignment)
     cut = _Cut(assignment, bounds)
     targets = targets_of(captured)
-    return [Outline(targets, cut, number, groups, device) for number in range(len(bounds) - 1)]
+    outlines = [Outline(targets, cut, number, groups, device) for number in range(len(bounds) - 1)]
+    _check_updates(outlines)
+    return outlines
 
 
 def check_micro_batched(captured: Captured, graph: Graph) -> None:
     """Refuse a model that no micro-batched plan can train, before one is searched.
 
     Raises:
-        PlanError: it changes buffers.
         InputError: it is to be trained and has no loss.
     """
-    _check_updates(captured)
     trained = any(leaf.results[0].grad for leaf in graph.leaves)
     if captured.training and trained and graph.loss is None:
         raise InputError(
@@ -93,17 +93,7 @@ def check_micro_batched(captured: Captured, graph: Graph) -> None:
         )
 
 
-def _check_updates(captured: Captured) -> None:
-    if captured.updates:
-        names = ", ".join(name for name, _ in captured.updates[:3])
-        raise PlanError(
-            f"the model changes {names} in its forward, and what a micro-batched step leaves in a buffer is not that "
-            "of the whole batch: plan without pipelines and micro_batches"
-        )
-
-
-def _check(captured: Captured, assignment: Assignment) -> None:
-    _check_updates(captured)
+def _check(assignment: Assignment) -> None:
     space = assignment.space
     returned = [ref.node for ref in space.leaving if is_param(assignment, ref)]
     if returned:
@@ -111,6 +101,19 @@ def _check(captured: Captured, assignment: Assignment) -> None:
         raise PlanError(
             f"the model returns its parameter {target!r}, which a micro-batched step does not: return a result"
         )
+
+
+def _check_updates(outlines: Sequence[Outline]) -> None:
+    """Refuse buffers that one stage changes and another reads, which would have to wait for it."""
+    home = {name: outline.number for outline in outlines for name in outline.updates}
+    for outline in outlines:
+        for name in outline.leaves:
+            if home.get(name, outline.number) != outline.number:
+                buffer = outline.graph.by_name[name].target
+                raise PlanError(
+                    f"the model changes its buffer {buffer!r} in stage {home[name]} and reads it in stage "
+                    f"{outline.number}: pin fewer stages, or 'pipeline' 1 (micro-batches alone), which leaves one"
+                )
 
 
 class _Cut:
@@ -140,6 +143,7 @@ class Outline:
 
     Attributes:
         parameters, leaves, outputs: as in :class:`autopar.runtime.pipeline.stage.Stage`.
+        updates: the leaves of the buffers that it changes.
         draws: how often its program draws random numbers.
     """
 
@@ -163,6 +167,9 @@ class Outline:
         stored = {ref.node for block in self.blocks for ref in block.inputs if is_param(self.assignment, ref)}
         self.leaves = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in taken - stored)
         self.parameters = tuple(leaf.name for leaf in self.graph.leaves if leaf.name in stored)
+        buffers = {leaf.target: leaf.name for leaf in self.graph.leaves if leaf.op == "buffer"}
+        changed = (position - len(self.graph.outputs) for position in self.outputs)
+        self.updates = tuple(buffers[self.graph.updates[at][0]] for at in changed if at >= 0)
         self.draws = sum(draws(node, targets[node.name]) for block in self.blocks for node in block.nodes)
 
     @property

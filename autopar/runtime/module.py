@@ -291,7 +291,8 @@ class ParallelModule(nn.Module):
         count = len(results) - len(self.interface.updates)
         if self.training:
             for name, value in zip(self.interface.updates, results[count:], strict=True):
-                self._update(name, value.detach())
+                if value is not None:  # of a stage of this rank
+                    self.update_buffer(name, value.detach())
         return self.interface.returned(results[:count], self.device_mesh)
 
     def _held(self) -> dict[str, Tensor]:
@@ -314,7 +315,7 @@ class ParallelModule(nn.Module):
         tensors = (lookup(self, names[leaf].name) for leaf in leaves)
         return [tensor for tensor in tensors if isinstance(tensor, DTensor)]
 
-    def _update(self, name: str, value: Tensor) -> None:
+    def update_buffer(self, name: str, value: Tensor) -> None:
         """Give a buffer its new value; the old tensor stays as it was, since backward may need it."""
         old = lookup(self, name)
         for module in self.modules():

@@ -36,12 +36,14 @@ from autopar.runtime.spmd.mesh import groups_of
 from autopar.verification.collective_counter import count_collectives, count_messages, differences
 from autopar.verification.divergence import first_divergence, reference_values
 from autopar.verification.float64 import exact, is_narrow, twin, widen, widened
+from autopar.verification.micro_batch_norm import normalizing_by_micro_batch
 from autopar.verification.simulator import DivergedError, Simulation
 from autopar.verification.typecheck import TypeReport, typecheck
 from planner.analysis.prediction import collectives
 from planner.base.errors import CaptureError, PinError, VerificationError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment, assignment_of
+from planner.formulation.batch_norm import normalizes_by_micro_batch
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.pinned_space import pinned_space
 from planner.formulation.resharding import Collective
@@ -94,8 +96,12 @@ def reference(
     example_args: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
+    normalized_apart: int = 1,
 ) -> Reference:
     """Capture the float64 twin of ``model`` and run one step of it.
+
+    Args:
+        normalized_apart: into how many micro-batches its batch norms cut what they normalise.
 
     Raises:
         CaptureError: as for the model; or since tensors outside of it are of another type than the twin's.
@@ -109,7 +115,7 @@ def reference(
         except CaptureError as error:
             _refuse_narrow(whole, error)
             raise
-        with _caches_off(stepped):
+        with _caches_off(stepped), normalizing_by_micro_batch(stepped, normalized_apart):
             returned = whole(*args, **kwargs)
         paths, _ = pytree.tree_flatten_with_path(returned)
         outputs = tuple(value for _, value in paths)
@@ -216,7 +222,10 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
     specs = module.interface.outputs
     args, kwargs = simulation.inputs(reference.args, reference.kwargs)
     if simulation.is_late:
+        before = dict(module.named_buffers())
         module(*args, **kwargs)
+        for name, buffer in before.items():
+            module.update_buffer(name, buffer)
     messages: contextlib.AbstractContextManager[Counter[Exchange]] = contextlib.nullcontext(Counter())
     if isinstance(module.program, PipelineStep):
         messages = count_messages(module.program, simulation.placed)
@@ -407,11 +416,13 @@ def verify(
     if any(t.is_meta for t in _tensors(model, args, kwargs)):
         notes.append("the model or its batch is on the meta device: types were checked, values were not")
         return Verification(traced.name, real, types, None, None, tuple(notes))
-    ref = aligned(reference(model, args, kwargs, loss_fn), traced)
+    apart = normalizes_by_micro_batch(assignment)
+    ref = aligned(reference(model, args, kwargs, loss_fn, real.micro_batches if apart else 1), traced)
     small = real if real.size <= SIMULATED_RANKS else _shrunk(real.micro_batched(1)).micro_batched(real.micro_batches)
     like = refold(assignment.space.folded, ref.traced.graph)
     training = Training(unsharding=assignment.space.unsharding)
-    space = space_on(ref.traced, small, cluster, Pins.parse(None), like, assignment.space.stages, training)
+    pins = Pins(batch_norm="micro_batch" if apart else None)
+    space = space_on(ref.traced, small, cluster, pins, like, assignment.space.stages, training)
     simulated, missing = _transfer(assignment, space)
     if simulated is None:
         notes.append(
@@ -422,6 +433,10 @@ def verify(
         return Verification(traced.name, real, types, None, None, tuple(notes))
     if small != real:
         notes.append(f"{real.size} ranks are too many to simulate: values were compared on {_describe(small)}")
+    if apart:
+        notes.append(
+            "batch norms of the original normalised each micro-batch by its own statistics, as pin 'batch_norm' says"
+        )
     if _draws(traced):
         notes.append("dropout was switched off for the comparison")
     if ref.loss is None:

@@ -64,9 +64,9 @@ class EdgeCosts:
         return forward, backward, gathered
 
     def _known_before(self, ref: Ref) -> bool:
-        """Whether a value is one number without a gradient, such as how many tokens a loss is averaged over."""
+        """Whether it is one number that follows from inputs alone, such as how many tokens a loss is averaged over."""
         tensor = self.graph.type_of(ref)
-        return not tensor.grad and tensor.numel == 1
+        return not tensor.grad and tensor.numel == 1 and not self.graph.follows_from_parameters(ref)
 
 
 def _layout_at_tail(option: Choice | Layout, index: int) -> Layout:

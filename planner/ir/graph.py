@@ -158,6 +158,20 @@ class Graph:
         found[[columns.value(self.outputs[root]) for root in self.roots]] = True
         return Values(columns, found)
 
+    def follows_from_parameters(self, ref: Ref) -> bool:
+        """Whether a parameter reaches a value, whether it is trained or not."""
+        return self._reached_by_parameters[self.position[ref.node]] > 0
+
+    @cached_property
+    def _reached_by_parameters(self) -> bytearray:
+        columns, found = self.columns, bytearray(len(self.nodes))
+        for place in np.flatnonzero(columns.applying(("param",))).tolist():
+            found[place] = True
+        for maker, reader in zip(columns.makers.tolist(), columns.readers.tolist(), strict=True):
+            if found[maker]:
+                found[reader] = True
+        return found
+
     @cached_property
     def leaves(self) -> Nodes:
         return self.applying(*LEAVES)

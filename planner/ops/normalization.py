@@ -72,6 +72,7 @@ def batch_norm(node: Node, operands: Operands) -> Rule:
         results=dict.fromkeys(range(1, len(node.results)), I),
         inner=(average, average, replace(average, count=2, phase="backward")),
         strided=True,
+        by_micro_batch=True,
     )
     return replace(rule, special={"n": special})
 
@@ -94,5 +95,8 @@ ROWS: dict[str, Row] = {
     **rows("group_norm", norm(group_norm)),
     **rows("instance_norm", norm(instance_norm)),
     **rows("batch_norm _native_batch_norm_legit_no_training", averaged(batch_norm)),
-    **rows("_native_batch_norm_legit _native_batch_norm_legit_functional", averaged(batch_norm, "out1", "out2")),
+    **rows(
+        "_native_batch_norm_legit _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional",
+        averaged(batch_norm, "out1", "out2"),
+    ),
 }

@@ -38,12 +38,15 @@ class Special:
 
     ``operands``/``results`` give local types where they differ from the mechanical ones (by position).
     ``strided`` says that the local form also holds when each rank has several strips of the factor.
+    ``by_micro_batch`` says that a micro-batch may do without what the others share, where a pin asks for that: it is
+    another computation then (batch norm).
     """
 
     operands: Mapping[int, LocalType] = field(default_factory=dict)
     results: Mapping[int, LocalType] = field(default_factory=dict)
     inner: tuple[Inner, ...] = ()
     strided: bool = False
+    by_micro_batch: bool = False
 
 
 @dataclass(frozen=True)

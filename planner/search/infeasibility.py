@@ -8,6 +8,7 @@ import numpy as np
 
 from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes, in_bytes
+from planner.formulation.batch_norm import may_be_by_micro_batch
 from planner.formulation.decision_names import short_op
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
@@ -65,10 +66,16 @@ def _forbids(space: Space) -> str:
             f"{short_op(node.op)}{where} is not in the op table, so it runs on all samples at once: add a row "
             "(docs/adding_an_op.md), take it out of the model"
         )
+    if may_be_by_micro_batch(space.rules[node.name]):
+        return (
+            f"{short_op(node.op)}{where} normalises by the mean and the variance of the whole batch, which are not "
+            "known before all micro-batches have come as far: pin 'batch_norm' 'micro_batch' to normalise each by its "
+            "own, as where gradients are accumulated (docs/micro_batches.md), freeze it with eval()"
+        )
     shapes = ", ".join(str(operand.shape) for operand in space.graph.input_types(node))
     return (
         f"{short_op(node.op)}{where} on operands of shapes {shapes} mixes samples, or reads what is known when all of "
-        "them are through (batch norm, a mean over the batch): compute it outside of the model"
+        "them are through (a mean over the batch): compute it outside of the model"
     )
 
 

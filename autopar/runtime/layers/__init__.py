@@ -15,7 +15,12 @@ from autopar.runtime.layers.attention import attention
 from autopar.runtime.layers.convolution import grouped_convolution
 from autopar.runtime.layers.embedding import vocab_embedding
 from autopar.runtime.layers.loss import cross_entropy_loss, nll_loss, partial_mean
-from autopar.runtime.layers.normalization import batch_norm, native_batch_norm, native_batch_norm_functional
+from autopar.runtime.layers.normalization import (
+    batch_norm,
+    native_batch_norm,
+    native_batch_norm_functional,
+    native_batch_norm_no_stats,
+)
 from autopar.runtime.spmd.rank_index import Groups
 
 CONTRACTED = "contracted"
@@ -56,6 +61,7 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     ),
     "aten.batch_norm.default": LocalForm(batch_norm, _BATCH),
     "aten._native_batch_norm_legit.default": LocalForm(native_batch_norm, _BATCH),
+    "aten._native_batch_norm_legit.no_stats": LocalForm(native_batch_norm_no_stats, _BATCH),
     "aten._native_batch_norm_legit_functional.default": LocalForm(native_batch_norm_functional, _BATCH),
     **{
         f"aten.{op}.default": _NLL
@@ -91,6 +97,7 @@ __all__ = [
     "grouped_convolution",
     "native_batch_norm",
     "native_batch_norm_functional",
+    "native_batch_norm_no_stats",
     "nll_loss",
     "partial_mean",
     "vocab_embedding",

@@ -72,6 +72,26 @@ def native_batch_norm(
     return y, mean, (var + eps).rsqrt()
 
 
+def native_batch_norm_no_stats(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *,
+    batch_groups: Groups = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten._native_batch_norm_legit.no_stats``: as :func:`native_batch_norm`, of a norm that keeps no running
+    statistics, and so normalises by the batch in evaluation, too.
+    """
+    if not batch_groups:
+        op = torch.ops.aten._native_batch_norm_legit.no_stats
+        return op(input, weight, bias, training, momentum, eps)
+    y, mean, var = _SyncedBatchNorm.apply(input, weight, bias, eps, batch_groups)
+    return y, mean, (var + eps).rsqrt()
+
+
 def native_batch_norm_functional(
     input: Tensor,
     weight: Tensor | None,

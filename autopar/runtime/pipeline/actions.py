@@ -95,6 +95,7 @@ class StageActions:
         roots = []
         for position, value in zip(stage.outputs, leaving, strict=True):
             self._outputs.put(position, value, micro_batch)
+            self._parameters.carry(self._spec.outputs[position].buffer, value)
             if position == self._spec.loss:
                 roots.append(value)
         if self._spec.offload is not None:

@@ -1,4 +1,4 @@
-"""Joins what the model returns of each micro-batch into the outputs of a step."""
+"""Joins what the model returns of each micro-batch, new values of buffers included, into the outputs of a step."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Leaving:
         stage: where it is made.
         dtype: planned.
         differentiable: whether the model's own has a gradient.
+        buffer: of a new value of a buffer that the next micro-batch starts from, the name of that leaf.
     """
 
     dim: int | None
@@ -26,6 +27,7 @@ class Leaving:
     stage: int
     dtype: torch.dtype
     differentiable: bool
+    buffer: str | None = None
 
 
 class Outputs:
@@ -46,6 +48,8 @@ class Outputs:
         dim = self.leaving[position].dim
         if self.leaving[position].summed:
             self._terms.setdefault(position, []).append(value.detach())
+        elif self.leaving[position].buffer is not None:
+            self._made[position] = value.detach()
         elif dim is None:
             self._made.setdefault(position, value.detach())
         else:
@@ -60,4 +64,5 @@ class Outputs:
         if terms is None:
             return self._made.get(position)
         dtype = terms[0].dtype  # added up in float32 where it is narrower
-        return torch.stack(terms).to(torch.promote_types(dtype, torch.float32)).sum(0).to(dtype)
+        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+        return torch.stack(terms).to(wide).sum(0).to(dtype)

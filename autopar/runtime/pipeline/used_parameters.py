@@ -44,6 +44,11 @@ class UsedParameters:
         """What a stage takes of the leaves for a micro-batch, parameters aside."""
         return [self._parts[name][micro_batch] if name in self._parts else self.local[name] for name in stage.leaves]
 
+    def carry(self, buffer: str | None, value: Tensor) -> None:
+        """Let the next micro-batch find a buffer as this one leaves it."""
+        if buffer is not None:
+            self.local[buffer] = value.detach()
+
     def _counted(self, stage: Stage) -> tuple[Tensor, ...]:
         if stage.count is None:
             return ()

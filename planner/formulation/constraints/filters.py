@@ -11,6 +11,7 @@ import fnmatch
 from collections.abc import Mapping
 
 from planner.base.errors import PinError
+from planner.formulation.batch_norm import check_batch_norm, is_by_micro_batch
 from planner.formulation.constraints.labels import (
     LABELS,
     Labels,
@@ -45,6 +46,8 @@ def filters(
     Raises:
         PinError: the recipe does not apply to the model, or a size does not divide.
     """
+    if pins.batch_norm is not None:
+        check_batch_norm(graph, rules)
     if not pins.sizes and not pins.layers and mesh.micro_batches == 1:
         return None, None
     names = mesh.names
@@ -84,7 +87,8 @@ def filters(
         role, size = roles[axis], mesh.axes[axis].size
         if names[axis] == MICRO:
             if has(node, dims["batch"], size):
-                return labelled(node, strategy, dims["batch"]) and all(map(_micro_batched, strategy.inner))
+                apart = pins.batch_norm is not None and is_by_micro_batch(rules[node.name], strategy)
+                return labelled(node, strategy, dims["batch"]) and (apart or all(map(_micro_batched, strategy.inner)))
             return not strategy.factor
         if role is None:
             return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from planner.base.errors import PinError
 from planner.formulation.constraints.roles import ROLES, WEIGHTS, sharing
@@ -19,6 +20,7 @@ from planner.formulation.training import Activations, Tier, Update
 from planner.formulation.unsharding import PER_MICRO_BATCH, Unsharding
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 
+BatchNorm = Literal["micro_batch"]
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
 TIERS: Mapping[str, Tier] = {"none": "device", "host": "host", "auto": "either", "disk": "disk"}
 
@@ -46,6 +48,8 @@ class Pins:
         layers: glob of module path -> {axis name: strategy}.
         stages: of the pipeline, ``pipeline`` in the user's form; ``None`` leaves it to the search, as the others do.
         micro_batches: micro-batches in which a step takes the global batch.
+        batch_norm: ``micro_batch`` lets batch norms normalise by the statistics of each micro-batch, where there are
+            several; ``None``: by those of the global batch alone, so that there is one.
         schedule: the pipeline's, by name; see :mod:`planner.solve.pipeline.schedule`.
         virtual_stages: stages of each rank of the pipeline, for schedules that interleave them.
         offload: where model data is at home: on the ``host``; ``auto``: there, but of some blocks on the device, of as
@@ -64,6 +68,7 @@ class Pins:
     layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     stages: int | None = None
     micro_batches: int | None = None
+    batch_norm: BatchNorm | None = None
     schedule: str | None = None
     virtual_stages: int | None = None
     offload: str | None = None
@@ -81,7 +86,7 @@ class Pins:
             raise PinError(f"pin is {pin!r}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
         pin = dict(pin or {})
         known = {*ROLES, *COUNTS, "sequence_parallel", "zero", "recompute", "offload", "update", "activations"}
-        known |= {"layers", "schedule"}
+        known |= {"layers", "schedule", "batch_norm"}
         unknown = sorted(set(pin) - known)
         if unknown:
             raise PinError(
@@ -89,6 +94,7 @@ class Pins:
             )
         counts = {name: _count(name, what, pin.pop(name, None)) for name, what in COUNTS.items()}
         schedule = _schedule(pin.pop("schedule", None), counts["virtual_stages"])
+        batch_norm = _batch_norm(pin.pop("batch_norm", None))
         sizes: dict[str, int] = {}
         for name in ROLES:
             size = pin.pop(name, None)
@@ -136,6 +142,7 @@ class Pins:
             layers,
             counts["pipeline"],
             counts["micro_batches"],
+            batch_norm,
             schedule,
             counts["virtual_stages"],
             offload,
@@ -195,6 +202,7 @@ class Pins:
         micro_batches = {
             "pipeline": self.stages,
             "micro_batches": self.micro_batches,
+            "batch_norm": self.batch_norm,
             "schedule": self.schedule,
             "virtual_stages": self.virtual_stages,
         }
@@ -254,6 +262,18 @@ def _activations(value: object, offload: str | None) -> Activations | None:
             "pin 'offload' 'host', 'auto' or 'disk' too"
         )
     return found
+
+
+def _batch_norm(value: object) -> BatchNorm | None:
+    """By whose statistics batch norms normalise."""
+    if value is None:
+        return None
+    if value != "micro_batch":
+        raise PinError(
+            f"pin 'batch_norm' is {value!r}; it is 'micro_batch' (each micro-batch is normalised by its own "
+            "statistics, as where gradients are accumulated), or left out (by those of the global batch, in one piece)"
+        )
+    return "micro_batch"
 
 
 def _schedule(schedule: object, virtual_stages: int | None) -> str | None:

@@ -1,6 +1,7 @@
 """What one instance of a block recomputes in backward at a level of recomputation.
 
-What was drawn at random is drawn again, alike; what operators without a row made is always kept. What the block
+What was drawn at random is drawn again, alike; what operators without a row made is always kept, and so is what
+nothing but the backward of an operator reads of its results, such as the statistics of a norm. What the block
 converts for an operator that needs it is converted again unless it is the result of a kept operator: gathered
 parameters too.
 """
@@ -25,7 +26,7 @@ class Again:
     Attributes:
         values: (operator, result) of every value that is recomputed.
         lasting: operators whose results are kept.
-        sources: (operator, result) of every value of theirs that backward, or an operator that runs again, needs.
+        sources: (operator, result) of every value that is kept and needed by backward or an operator that runs again.
         taken: per operator, the operands of which its own resharding runs again.
         dropped: per operator, the places (operands, then results) that its backward needs and that are not kept; a
             value counts once, for the first operator that needs it, and its views not at all.
@@ -54,6 +55,7 @@ class Backward:
         nodes: the operators of the block.
         tensors: of every operator, the values that its places (operands, then results) stand for.
         saved: of every operator, the places that its backward needs.
+        aside: the results among these that nothing else reads; no value of the program, they stay with autograd.
     """
 
     def __init__(self, graph: Graph, block: Block):
@@ -64,6 +66,13 @@ class Backward:
             saved_places(node, graph.input_types(node)) if any(t.grad for t in node.results) else ()
             for node in block.nodes
         ]
+        results = (
+            refs[place]
+            for node, refs, places in zip(block.nodes, self.tensors, self.saved, strict=True)
+            for place in places
+            if place >= len(node.inputs)
+        )
+        self.aside = frozenset(results).difference(block.outputs, *(node.inputs for node in block.nodes))
         self.draws = frozenset(at for at, node in enumerate(block.nodes) if _keeps_what_it_draws(graph, node))
         self._root = _roots(block.nodes)
         self._own = [
@@ -100,7 +109,7 @@ class Backward:
             return not (ref.node in at_of and is_kept[at_of[ref.node]])
 
         def is_made_again(ref: Ref) -> bool:
-            return ref.node in at_of and not is_kept[at_of[ref.node]]
+            return ref.node in at_of and not is_kept[at_of[ref.node]] and ref not in self.aside
 
         values: set[tuple[int, int]] = set()
         drawing = frozenset(at for at in self.draws if not is_kept[at])

@@ -267,6 +267,11 @@ def micro_batched(document: Document) -> str:
         parts.append(f"bubble {bubble * 100:.1f} % of all ranks' time")
     if versions(pipeline.schedule) > 1:
         parts.append("this changes training: an update takes the gradient of the batch before, found one update ago")
+    if micro_batches > 1 and document.pin.get("batch_norm") is not None:
+        parts.append(
+            "this changes training: batch norms normalise each micro-batch by its own statistics, and update running "
+            "statistics after each"
+        )
     if not pipeline.unsharding.once_per_step and document.mesh.micro_batched(1).size > 1:
         ahead = ", none ahead" * (not pipeline.unsharding.prefetch)
         parts.append(f"parameters gathered and gradients reduced in each micro-batch{ahead}")

@@ -325,6 +325,11 @@ def test_batch_norm(op: Any, sizes: Any, factors: Any, affine: bool) -> None:
     check_layer(op, (*args, True) if op is aten.batch_norm.default else args, sizes, factors)
 
 
+def test_batch_norm_without_running_statistics() -> None:
+    args = (randn(8, 4, 5), randn(4), randn(4), True, 0.1, 1e-5)
+    check_layer(aten._native_batch_norm_legit.no_stats, args, (2, 2), "nn")
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_in_eval_and_without_buffers(training: bool) -> None:
     buffers = (None, None) if training else (randn(4), torch.rand(4, dtype=torch.float64))
