@@ -19,6 +19,7 @@ from autopar.driver.trace import Traced, trace
 from autopar.emit.build import build
 from autopar.emit.initialization import Source, part_maker
 from autopar.graph.interpreter import on_one_stack
+from autopar.runtime.data.agreement import VARIABLE, DataAgreement
 from autopar.runtime.host.disk import check_given, open_disk
 from autopar.runtime.host.memory_check import check_room
 from autopar.runtime.module import ParallelModule
@@ -122,7 +123,9 @@ def parallelize(
     arena = table.high_water_bytes if table is not None and device.type == "cpu" else 0
     check_room(device, _device_bytes(plan), arena + (0 if tier == "disk" else home))
     disk = None if offload_path is None else open_disk(offload_path, home, pinned.update == "backward")
-    return build(model, traced.captured, assignment, mesh, rank, make_part, seed, micro_batched, table, disk)
+    made = build(model, traced.captured, assignment, mesh, rank, make_part, seed, micro_batched, table, disk)
+    made.data_agreement = DataAgreement.asked_for(stage_mesh, device, os.environ.get(VARIABLE))
+    return made
 
 
 def _device_bytes(plan: Plan) -> int:

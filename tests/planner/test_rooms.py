@@ -26,7 +26,7 @@ ROOMS = {
         "measure",
         "cli",
     ],
-    "autopar.runtime": ["host", "spmd", "layers", "autograd", "optim", "offload", "pipeline"],
+    "autopar.runtime": ["host", "spmd", "data", "layers", "autograd", "optim", "offload", "pipeline"],
 }
 # Classes of one name in several modules, with how many: rooms that never meet, and private ones of one file each.
 # A name that is here no longer twice leaves the table.
