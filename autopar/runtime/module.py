@@ -322,14 +322,14 @@ class ParallelModule(nn.Module):
         ``DataLoader(dataset, batch_sampler=pmodel.sampler(dataset))``; arguments as of :meth:`dataloader`.
 
         Raises:
-            InputError: the dataset or the size does not fit the plan; or the plan cuts inputs further, as only
-                :meth:`dataloader` does.
+            InputError: the dataset or the size does not fit the plan; or the plan cuts inputs in different ways, as
+                only :meth:`dataloader` does.
         """
         share = self._share(batch_size)
         if share.cut_further:
             raise InputError(
-                f"a rank computes with less than whole samples of {', '.join(map(repr, share.cut_further))}, so the "
-                "samples alone do not make its part: use pmodel.dataloader(dataset), which cuts them further"
+                f"a rank does not take all samples that it loads of {', '.join(map(repr, share.cut_further))}, since "
+                "the plan cuts its inputs in different ways: use pmodel.dataloader(dataset), which cuts each of them"
             )
         return DistributedBatchSampler(dataset, share, shuffle=shuffle, seed=seed, drop_last=drop_last)
 

@@ -1,18 +1,25 @@
-"""What the ranks of ``test_data`` do: they train on what ``pmodel.dataloader`` loads, and on what it would not."""
+"""What the ranks of ``test_data`` do: they train on what ``pmodel.dataloader`` loads, and draw data of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from autopar.verification.float64 import exact
+import autopar
+from autopar.runtime.module import ParallelModule
 from planner.base.errors import InputError
-from tests.autopar.workers import BATCH, Batch, batch_of, loss_of, model_of, parallel, same, same_state
+from planner.cost.cluster import ClusterSpec
+from planner.ir.layout import R
+from planner.plan.plan import Plan
+from tests.autopar.models import BATCH, Batch, FunctionalGPT, text
+from tests.autopar.workers import same, same_state
 
 
 class Rows(Dataset[Batch]):
@@ -20,11 +27,6 @@ class Rows(Dataset[Batch]):
 
     def __init__(self, rows: list[Batch]):
         self.rows, self.loaded = rows, list[int]()
-
-    @classmethod
-    def of(cls, name: str, batches: int) -> Rows:
-        whole = [batch_of(name, seed) for seed in range(batches)]
-        return cls([{key: value[at] for key, value in batch.items()} for batch in whole for at in range(BATCH)])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -34,59 +36,85 @@ class Rows(Dataset[Batch]):
         return self.rows[index]
 
 
-@exact()
-def trains_on_what_it_loads(name: str, document: Mapping[str, Any]) -> tuple[list[float], list[int]]:
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return FunctionalGPT().double()
+
+
+def batch_of(seed: int) -> Batch:
+    torch.manual_seed(seed)
+    batch = text()
+    return {"ids": batch["input_ids"], "labels": batch["labels"]}
+
+
+def samples() -> Rows:
+    """Those of three batches and a half."""
+    batches = [batch_of(seed) for seed in range(4)]
+    rows = [{name: value[at] for name, value in batch.items()} for batch in batches for at in range(BATCH)]
+    return Rows(rows[: -BATCH // 2])
+
+
+def plan_of(pin: Mapping[str, Any]) -> dict[str, Any]:
+    cluster = ClusterSpec.local(4, memory_bytes="4 GiB", cores=4)
+    return autopar.plan(model(), cluster, example_kwargs=batch_of(0), pin=pin).to_dict()
+
+
+def trains_on_what_it_loads(document: Mapping[str, Any], message: str) -> tuple[list[float], list[int]]:
     """As one process on the batches that torch's loader makes of the same seed; each part as ``shard`` would cut it.
+    Then each rank draws labels of its own.
+
+    Args:
+        message: what every rank is told of that; empty: no two ranks must hold the same.
 
     Returns:
         Losses, and the samples that were loaded of the first batch.
     """
-    model, dataset = model_of(name), Rows.of(name, 3)
-    pmodel = parallel(model, document, batch_of(name))
-    whole = DataLoader(
-        Rows.of(name, 3), BATCH, sampler=DistributedSampler(dataset, 1, 0, shuffle=True, seed=5), drop_last=True
-    )
+    plan, original, dataset = Plan.from_dict(document), model(), samples()
+    pmodel = autopar.parallelize(original, plan.cluster, plan=plan, example_kwargs=batch_of(0))
+    order = DistributedSampler(dataset, 1, 0, shuffle=True, seed=5)
+    whole = DataLoader(samples(), BATCH, sampler=order, drop_last=True)
     loader = pmodel.dataloader(dataset, shuffle=True, seed=5)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (original, pmodel)]
     found, first = [], list[int]()
     for part, batch in zip(loader, whole, strict=True):
         first = first or list(dataset.loaded)
         expected = pmodel.shard(batch)
         assert part.keys() == expected.keys()
-        for key, value in part.items():
-            assert torch.equal(value, expected[key]) and value.is_contiguous(), key
-        losses = loss_of(model, batch), pmodel(**part)
+        for name, value in part.items():
+            assert torch.equal(value, expected[name]) and value.is_contiguous(), name
+        losses = original(**batch)[0], pmodel(**part)[0]
         same("loss", losses[1], losses[0])
         for optimizer, loss in zip(optimizers, losses, strict=True):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         found.append(losses[1].item())
-    same_state(pmodel, model)
-    if name == "mlp":
-        with pytest.raises(InputError, match=r"less than whole samples of 'x', .* use pmodel\.dataloader"):
-            pmodel.sampler(dataset)
-    else:
-        assert next(iter(pmodel.sampler(dataset, shuffle=True, seed=5))) == first
+    same_state(pmodel, original)
+    assert next(iter(pmodel.sampler(dataset, shuffle=True, seed=5))) == first
+    _notices_other_data(pmodel, message)
+    _needs_a_loader_where_inputs_differ(pmodel, dataset)
     return found, first
 
 
-def notices_other_data(name: str, document: Mapping[str, Any], message: str) -> None:
-    """Every rank is told of ranks that do not hold what they must, in the first calls; ``message`` empty: none must."""
-    pmodel = parallel(model_of(name), document, batch_of(name))
-    pmodel(**pmodel.shard(batch_of(name)))
-    drawn, other = batch_of(name, dist.get_rank()), "target" if name == "gpt2" else "x"
-    own = {**batch_of(name), other: drawn[other]}
-    if not message:
-        pmodel(**pmodel.shard(own))
-        return
-    with pytest.raises(InputError, match=message):
-        pmodel(**pmodel.shard(own))
-    pmodel(**pmodel.shard(batch_of(name)))
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():  # three calls were checked, and no more are
+def _notices_other_data(pmodel: ParallelModule, message: str) -> None:
+    """In the calls that are checked, which were the three of training."""
+    drawn = {**batch_of(0), "labels": batch_of(dist.get_rank())["labels"]}
+    assert pmodel.data_agreement is not None and pmodel.data_agreement.calls == 0
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(dist, "all_gather", None)
-        pmodel(**pmodel.shard(batch_of(name)))
-    assert pmodel.data_agreement is not None
+        pmodel(**pmodel.shard(batch_of(0)))
     pmodel.data_agreement.calls = 1
-    with pytest.raises(InputError, match=message):
-        pmodel(**pmodel.shard(own))
+    if message:
+        with pytest.raises(InputError, match=message):
+            pmodel(**pmodel.shard(drawn))
+    else:
+        pmodel(**pmodel.shard(drawn))
+
+
+def _needs_a_loader_where_inputs_differ(pmodel: ParallelModule, dataset: Rows) -> None:
+    """One input is cut along the batch, another is not: the samples alone do not make a rank's part."""
+    leaves = pmodel.interface.leaves
+    uncut = [replace(leaf, layout=(R,) * len(leaf.layout)) if leaf.name == "labels" else leaf for leaf in leaves]
+    pmodel.interface = replace(pmodel.interface, leaves=tuple(uncut))
+    with pytest.raises(InputError, match=r"all samples that it loads of 'ids', .* use pmodel\.dataloader"):
+        pmodel.sampler(dataset)

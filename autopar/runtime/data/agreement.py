@@ -93,13 +93,13 @@ class DataAgreement:
         if wrong:
             ranks = wrong[0]
             others = [rank for rank in ranks if sums[rank] != sums[ranks[0]]]
-            more = f" (and so in {len(wrong) - 1} more groups of ranks)" if len(wrong) > 1 else ""
+            more = f", and {len(wrong) - 1} more groups of ranks likewise" if len(wrong) > 1 else ""
             raise InputError(
                 f"input {leaf.name!r} differs between ranks that compute the same samples together: {_listed(ranks)} "
-                f"must hold the same part of the global batch, and {_listed(others)} hold another than rank "
-                f"{ranks[0]}{more}. Load data by pmodel.dataloader(dataset), or give pmodel.shard(batch) the same "
-                f"global batch on every rank (order, seed and random augmentations). Unless {VARIABLE}=1, only the "
-                f"first {CALLS} calls are checked, with {VARIABLE}=0 none"
+                f"must hold the same part of the global batch, but {_listed(others)} got other data than rank "
+                f"{ranks[0]}{more}. Load data by pmodel.dataloader(dataset), or give pmodel.shard the same global "
+                "batch on every rank (same order, seed and random augmentations). The first "
+                f"{CALLS} calls are checked; {VARIABLE}=1 checks all, {VARIABLE}=0 none"
             )
 
 

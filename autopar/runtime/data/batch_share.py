@@ -1,7 +1,7 @@
 """Which samples of a global batch a rank loads, and what it takes of these for every input of the model.
 
-A plan cuts each input in its own way: along the batch, along another dim, or not at all. So a rank loads the samples
-that any of its inputs needs, and once they are collated each input is cut further.
+A plan cuts each input in its own way, most of them along the batch, some not at all. So a rank loads the samples that
+any of its inputs needs, and once they are collated takes of each input what the plan stores there.
 """
 
 from __future__ import annotations
