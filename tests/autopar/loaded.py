@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,6 +104,12 @@ def _notices_other_data(pmodel: ParallelModule, message: str) -> None:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(dist, "all_gather", None)
         pmodel(**pmodel.shard(batch_of(0)))
+        pmodel.data_agreement.calls = 1
+        if message:  # a rank is lost
+            patch.setattr(dist, "all_gather", Mock(side_effect=RuntimeError("connection reset")))
+            with pytest.raises(RuntimeError) as caught:
+                pmodel(**pmodel.shard(batch_of(0)))
+            assert "another rank has ended, or does not call it" in caught.value.__notes__[0]
     pmodel.data_agreement.calls = 1
     if message:
         with pytest.raises(InputError, match=message):

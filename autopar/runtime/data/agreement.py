@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.runtime.host.error_notes import add_note
 from autopar.runtime.spmd.interface import LeafSpec
 from autopar.runtime.spmd.mesh import coordinates
 from planner.base.errors import InputError
@@ -72,9 +73,7 @@ class DataAgreement:
         # Neither counted nor recorded as a part of the step: a plan does not have it.
         with _disable_current_modes(), torch.no_grad():
             mine = torch.stack([checksum(parts[leaf.name]).to(self.device) for leaf in held])
-            found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(found, mine)
-            sums = torch.stack(found).tolist()
+            sums = _gathered(mine).tolist()
         for number, leaf in enumerate(held):
             self._compare(leaf, [each[number] for each in sums])
 
@@ -101,6 +100,21 @@ class DataAgreement:
                 "batch on every rank (same order, seed and random augmentations). The first "
                 f"{CALLS} calls are checked; {VARIABLE}=1 checks all, {VARIABLE}=0 none"
             )
+
+
+def _gathered(mine: Tensor) -> Tensor:
+    """What all ranks have, ``[ranks, ...]``."""
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    try:
+        dist.all_gather(found, mine)
+    except RuntimeError as error:
+        add_note(
+            error,
+            f"while ranks compared their inputs, as they do in the first {CALLS} calls of a parallel module: another rank "
+            "has ended, or does not call it",
+        )
+        raise
+    return torch.stack(found)
 
 
 def checksum(value: Tensor, at_once: int = 2**20) -> Tensor:
