@@ -110,8 +110,8 @@ def _gathered(mine: Tensor) -> Tensor:
     except RuntimeError as error:
         add_note(
             error,
-            f"while ranks compared their inputs, as they do in the first {CALLS} calls of a parallel module: another rank "
-            "has ended, or does not call it",
+            f"while ranks compared their inputs, as they do in the first {CALLS} calls of a parallel module: another "
+            "rank has ended, or does not call it",
         )
         raise
     return torch.stack(found)
