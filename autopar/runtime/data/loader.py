@@ -92,12 +92,18 @@ class DistributedDataLoader(DataLoader[Any]):
         now.end()
 
     def _part(self, batch: Any, size: int) -> Any:
-        """What the module takes of a collated batch, on its device."""
+        """What the module takes of a collated batch, on its device.
+
+        A batch of another size is here whole: which rows of it a rank takes, if it can be taken at all, ``shard`` says.
+        """
         if size != self._share.size:
             return self._shard(batch)
-        return self._interface.each_input(
-            batch, lambda leaf, value: self._share.part(leaf, value).to(self._device, non_blocking=True)
-        )
+        try:
+            return self._interface.each_input(
+                batch, lambda leaf, value: self._share.part(leaf, value).to(self._device, non_blocking=True)
+            )
+        except InputError as error:
+            raise InputError(f"what collate_fn makes of samples does not fit the model: {error}") from None
 
     def _loaded(self) -> Iterator[tuple[Any, int]]:
         """What this rank loads of every global batch from here on, collated, and how many samples the batch has."""

@@ -85,7 +85,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         if not isinstance(dataset, Sized):
             raise InputError(
                 f"the dataset, a {type(dataset).__name__}, has no length, which a sampler needs: give one with __len__ "
-                "and __getitem__; pmodel.dataloader takes iterable datasets too"
+                "and __getitem__, or to pmodel.dataloader a torch.utils.data.IterableDataset"
             )
         if len(dataset) < share.size and (drop_last or not len(dataset)):
             raise InputError(
