@@ -50,7 +50,7 @@ def arguments(
         "model": "one on the meta device" if any(p.is_meta for p in model.parameters()) else "one with weights",
         "state_dict": "none" if source is None else "one",
         "seed": str(seed),
-        VARIABLE: os.environ.get(VARIABLE, "nothing"),
+        f"{VARIABLE} setting": os.environ.get(VARIABLE) or "none",
     }
 
 

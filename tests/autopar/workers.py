@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.runtime.data.agreement import CALLS
+from autopar.runtime.data.agreement import CALLS, VARIABLE
 from autopar.runtime.host.timeouts import patience
 from autopar.runtime.layers import attention, batch_norm, cross_entropy_loss, vocab_embedding
 from autopar.runtime.layers.random import draw
@@ -928,6 +928,10 @@ def refuses_what_differs_between_ranks() -> None:
     for others, message in wrong:
         with pytest.raises(PlanError, match=message):
             autopar.parallelize(**{**given, **(others if differs else {})})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "1" if differs else "")
+        with pytest.raises(PlanError, match=rf"different {VARIABLE} settings: rank 0 has none, rank 1 has 1"):
+            autopar.parallelize(**given)
 
 
 def refuses_other_world_sizes(document: Mapping[str, Any]) -> None:

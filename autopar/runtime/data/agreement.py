@@ -7,6 +7,7 @@ they would train on a mixture of samples, and no number would say so.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,19 @@ KNUTH = 2654435761
 """The multiplier of Knuth's multiplicative hashing (The Art of Computer Programming, 6.4)."""
 
 
+def calls_to_check() -> float:
+    """How many calls of a module are checked, as the environment says.
+
+    Raises:
+        InputError: in a word that is not known.
+    """
+    setting = os.environ.get(VARIABLE, "")
+    calls = {"": CALLS, "0": 0, "1": math.inf}
+    if setting not in calls:
+        raise InputError(f"{VARIABLE}={setting}: give 1 to check all calls, 0 to check none, or leave it out")
+    return calls[setting]
+
+
 @dataclass
 class DataAgreement:
     """Compares the inputs of all ranks in the calls that are left to check; later it costs nothing.
@@ -41,18 +55,6 @@ class DataAgreement:
     mesh: Mesh
     device: torch.device
     calls: float
-
-    @classmethod
-    def asked_for(cls, mesh: Mesh, device: torch.device, setting: str | None) -> DataAgreement:
-        """As the environment says.
-
-        Raises:
-            InputError: in a word that is not known.
-        """
-        calls = {None: CALLS, "": CALLS, "0": 0, "1": math.inf}
-        if setting not in calls:
-            raise InputError(f"{VARIABLE}={setting}: give 1 to check all calls, 0 to check none, or leave it out")
-        return cls(mesh, device, calls[setting])
 
     def check(self, inputs: Sequence[LeafSpec], parts: Mapping[str, Tensor]) -> None:
         """Compare this call's inputs; every rank must call this.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from autopar.measure.local_processes import LocalProcesses
-from autopar.runtime.data.agreement import CALLS, DataAgreement, checksum
+from autopar.runtime.data.agreement import CALLS, VARIABLE, calls_to_check, checksum
 from autopar.runtime.data.batch_share import BatchShare
 from autopar.runtime.data.loader import DistributedDataLoader
 from autopar.runtime.data.sampler import DistributedBatchSampler
@@ -243,11 +244,17 @@ def test_a_checksum_depends_on_every_element_and_its_place(dtype: torch.dtype) -
     assert len(seen) == 62
 
 
-def test_the_environment_says_how_many_calls_are_checked() -> None:
-    calls = [DataAgreement.asked_for(MESH, torch.device("cpu"), setting).calls for setting in (None, "0", "1")]
-    assert calls == [CALLS, 0, float("inf")]
+@pytest.mark.parametrize("setting, calls", [("", CALLS), ("0", 0), ("1", math.inf)])
+def test_the_environment_says_how_many_calls_are_checked(
+    monkeypatch: pytest.MonkeyPatch, setting: str, calls: float
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert calls_to_check() == CALLS
+    monkeypatch.setenv(VARIABLE, setting)
+    assert calls_to_check() == calls
+    monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(InputError, match="AUTOPAR_CHECK_DATA=yes: give 1 to check all calls, 0"):
-        DataAgreement.asked_for(MESH, torch.device("cpu"), "yes")
+        calls_to_check()
 
 
 # ---- ranks that are processes ----------------------------------------------------------------------------------------
