@@ -102,12 +102,11 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.progress.begin()
-        order = self._order(self.progress.epoch)
-        while len(batch := order[self.progress.position :][: self.share.size]) >= (
-            self.share.size if self.drop_last else 1
-        ):
+        order, size = self._order(self.progress.epoch), self.share.size
+        own, least = list(self.share.samples), size if self.drop_last else 1
+        while len(batch := order[self.progress.position :][:size]) >= least:
             self.progress.position += len(batch)
-            yield batch[list(self.share.samples)].tolist() if len(batch) == self.share.size else batch.tolist()
+            yield (batch[own] if len(batch) == size else batch).tolist()
         self.progress.end()
 
     def _order(self, epoch: int) -> torch.Tensor:
