@@ -19,6 +19,7 @@ from autopar.driver.trace import Traced, trace
 from autopar.emit.build import build
 from autopar.emit.initialization import Source, part_maker
 from autopar.graph.cpython import on_one_stack
+from autopar.runtime.data.agreement import DataAgreement, calls_to_check
 from autopar.runtime.host.disk import check_given, open_disk
 from autopar.runtime.host.memory_check import check_room
 from autopar.runtime.module import ParallelModule
@@ -76,7 +77,8 @@ def parallelize(
     Raises:
         PlanError: the plan does not fit the model, the cluster or the process group; or ranks were given different
             ones, or different models, inputs, pins or seeds.
-        InputError: ``offload_path`` is missing, not wanted, no directory, or not writable.
+        InputError: ``offload_path`` is missing, not wanted, no directory, or not writable; or ``AUTOPAR_CHECK_DATA`` is
+            neither 0 nor 1.
         InfeasibleError: it has no room for the model's data, or a machine or a GPU has less memory left than the plan
             takes of it.
     """
@@ -95,6 +97,7 @@ def parallelize(
     pinned = pins if plan is None else Pins.parse(plan.pin)
     tier = pinned.tier
     check_given(offload_path, tier == "disk")
+    calls = calls_to_check()
     device = start_process_group(cluster, tier != "device")
     check_alike(arguments(model, cluster, plan, pins, training, pipelines, state_dict, seed))
     if dist.get_world_size() != cluster.world_size:
@@ -122,7 +125,9 @@ def parallelize(
     arena = table.high_water_bytes if table is not None and device.type == "cpu" else 0
     check_room(device, _device_bytes(plan), arena + (0 if tier == "disk" else home))
     disk = None if offload_path is None else open_disk(offload_path, home, pinned.update == "backward")
-    return build(model, traced.captured, assignment, mesh, rank, make_part, seed, micro_batched, table, disk)
+    made = build(model, traced.captured, assignment, mesh, rank, make_part, seed, micro_batched, table, disk)
+    made.data_agreement = DataAgreement(stage_mesh, device, calls)
+    return made
 
 
 def _device_bytes(plan: Plan) -> int:

@@ -6,6 +6,7 @@ What ranks do differently would hang later, or go wrong without a word where ran
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.emit.initialization import Source
+from autopar.runtime.data.agreement import VARIABLE
 from planner.base.errors import PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
@@ -48,6 +50,7 @@ def arguments(
         "model": "one on the meta device" if any(p.is_meta for p in model.parameters()) else "one with weights",
         "state_dict": "none" if source is None else "one",
         "seed": str(seed),
+        f"{VARIABLE} setting": os.environ.get(VARIABLE) or "none",
     }
 
 

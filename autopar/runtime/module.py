@@ -20,6 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from autopar.graph.listing import readable
+from autopar.runtime.data.agreement import DataAgreement
+from autopar.runtime.data.batch_share import BatchShare
+from autopar.runtime.data.loader import DistributedDataLoader
+from autopar.runtime.data.sampler import DistributedBatchSampler
 from autopar.runtime.host.gradient_buckets import Buckets
 from autopar.runtime.offload.block_hooks import parts_at_home
 from autopar.runtime.offload.early_update import check_separate
@@ -82,6 +86,7 @@ class ParallelModule(nn.Module):
         self.offload, self._state_bytes = offload, state_bytes
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
         self.state, self.pipeline = state, pipeline
+        self.data_agreement: DataAgreement | None = None  # of ranks that are processes
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
         tensors: dict[str, Tensor] = {}
         self._constants: dict[str, Tensor] = {}
@@ -265,9 +270,71 @@ class ParallelModule(nn.Module):
         """This rank's part of a global batch: the same nesting, tensors cut as the plan stores the inputs.
 
         Args:
-            batch: keyword inputs (a mapping), or positional ones (a tuple), with global shapes.
+            batch: keyword inputs (a mapping), or positional ones (a tuple), with global shapes; the same batch on every
+                rank. :meth:`dataloader` reads it from a dataset, no more on each rank than it needs.
         """
         return self.interface.shard(batch, self.mesh, self.rank, self._device)
+
+    def dataloader(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **options: Any,
+    ) -> DistributedDataLoader:
+        """A ``torch.utils.data.DataLoader`` that yields this rank's part of global batches, on its device, as
+        :meth:`shard` would cut them: ``for part in loader: loss = pmodel(**part)`` (``*part`` of positional inputs).
+
+        A rank loads the samples that it computes with: data ranks each their own, others the same. Every rank makes the
+        loader, of the same dataset with the same arguments.
+
+        Args:
+            dataset: map-style; or a ``torch.utils.data.IterableDataset``, which every rank reads whole.
+            batch_size: samples of the global batch, over all ranks; left out: the planned one.
+            shuffle: draw the order, from ``seed`` and the epoch (``set_epoch``, else passes are counted).
+            seed: of the order, which depends neither on the plan nor on the number of ranks.
+            drop_last: leave out a last batch that is smaller than the others. If not, it is given to :meth:`shard`.
+            collate_fn: makes a batch of a list of samples, as of a DataLoader. It is given this rank's samples alone,
+                so what it makes of a sample must not depend on the others: pad to the planned length, not the longest.
+            options: of the DataLoader, e.g. ``num_workers=4``, ``pin_memory=True``.
+
+        Raises:
+            InputError: the dataset, the size or an option does not fit the plan.
+        """
+        given = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "collate_fn": collate_fn, **options}
+        share = self._share(batch_size)
+        return DistributedDataLoader(dataset, share, self.interface, self.shard, self._device, **given)
+
+    def sampler(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = True,
+    ) -> DistributedBatchSampler:
+        """The samples that this rank loads, batch by batch, for a loader of your own:
+        ``DataLoader(dataset, batch_sampler=pmodel.sampler(dataset))``; arguments as of :meth:`dataloader`.
+
+        Raises:
+            InputError: the dataset or the size does not fit the plan; or the plan cuts inputs in different ways, as
+                only :meth:`dataloader` does.
+        """
+        share = self._share(batch_size)
+        if share.cut_further:
+            raise InputError(
+                f"a rank does not take all samples that it loads of {', '.join(map(repr, share.cut_further))}, since "
+                "the plan cuts its inputs in different ways: use pmodel.dataloader(dataset), which cuts each of them"
+            )
+        return DistributedBatchSampler(dataset, share, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    def _share(self, batch_size: int | None) -> BatchShare:
+        return BatchShare.of(self.interface.input_leaves, self.mesh, self.rank, batch_size)
 
     @property
     def _device(self) -> torch.device:
@@ -276,10 +343,18 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the global batch, given this rank's part of the inputs.
 
+        The part is of a batch that is the same on every rank: :meth:`shard` cuts it, :meth:`dataloader` loads it.
         Scalars are plain tensors with the global value; other outputs are DTensors of global shape.
+
+        Raises:
+            InputError: the inputs are not as planned; or, in the first calls, ranks that hold the same part of the
+                batch hold different data (:class:`autopar.runtime.data.agreement.DataAgreement`), on every rank.
         """
         flat, held = self.interface.flatten(args, kwargs), self._held()
-        of_kind = {"input": self.interface.inputs(flat, self.mesh), "const": self._constants}
+        inputs = self.interface.inputs(flat, self.mesh)
+        if self.data_agreement is not None:
+            self.data_agreement.check(self.interface.input_leaves, inputs)
+        of_kind = {"input": inputs, "const": self._constants}
         leaves = [of_kind.get(leaf.kind, held)[leaf.name] for leaf in self.interface.leaves]
         with nullcontext() if self.offload is None else self.offload.running(leaves):
             results = self.program(*leaves)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.runtime.data.agreement import CALLS, VARIABLE
 from autopar.runtime.host.timeouts import patience
 from autopar.runtime.layers import attention, batch_norm, cross_entropy_loss, vocab_embedding
 from autopar.runtime.layers.random import draw
@@ -538,7 +539,8 @@ def copies_stages(name: str, document: Mapping[str, Any]) -> None:
 def loses_a_rank(name: str, document: Mapping[str, Any], lost: int, directory: Path) -> None:
     """One process ends in the middle of a step; the others write down what they are told."""
     pmodel = parallel(model_of(name), document, batch_of(name))
-    loss_of(pmodel, batch_of(name)).backward()
+    for _ in range(CALLS):  # then inputs are no longer compared, in which ranks would be missed, too
+        loss_of(pmodel, batch_of(name)).backward()
     if dist.get_rank() == lost:
         os._exit(3)
     try:
@@ -926,6 +928,10 @@ def refuses_what_differs_between_ranks() -> None:
     for others, message in wrong:
         with pytest.raises(PlanError, match=message):
             autopar.parallelize(**{**given, **(others if differs else {})})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "1" if differs else "")
+        with pytest.raises(PlanError, match=rf"different {VARIABLE} settings: rank 0 has none, rank 1 has 1"):
+            autopar.parallelize(**given)
 
 
 def refuses_other_world_sizes(document: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ ROOMS = {
         "measure",
         "cli",
     ],
-    "autopar.runtime": ["host", "spmd", "layers", "autograd", "optim", "offload", "pipeline"],
+    "autopar.runtime": ["host", "spmd", "data", "layers", "autograd", "optim", "offload", "pipeline"],
 }
 DOORS = {"planner": {"__init__"}, "autopar": {"__init__", "__main__"}, "autopar.runtime": {"__init__", "module"}}
 

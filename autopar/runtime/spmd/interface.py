@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,18 +89,35 @@ class Interface:
 
     def shard(self, batch: Any, mesh: Mesh, rank: int, device: torch.device) -> Any:
         """One rank's part of a global batch: the same nesting, tensors cut as the plan stores the inputs."""
-        args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-        specs = {leaf.name: leaf for leaf in self.leaves if leaf.kind == "input"}
-        parts = []
-        for name, value in zip(self.input_names, self.flatten(args, kwargs), strict=True):
-            if name is None:
-                parts.append(value)
-                continue
-            leaf = specs[name]
+
+        def part(leaf: LeafSpec, value: Any) -> Tensor:
             _check_input(leaf, value, leaf.shape, "the global batch")
-            parts.append(part_of(value, leaf.layout, mesh, rank).to(device))
-        args, kwargs = pytree.tree_unflatten(parts, self.in_spec)
+            return part_of(value, leaf.layout, mesh, rank).to(device)
+
+        return self.each_input(batch, part)
+
+    def each_input(self, batch: Any, make: Callable[[LeafSpec, Any], Tensor]) -> Any:
+        """A batch of the same nesting, with what ``make`` returns in place of every tensor.
+
+        Args:
+            batch: keyword inputs (a mapping), or positional ones.
+
+        Raises:
+            InputError: inputs are not nested, named or valued as planned.
+        """
+        args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+        specs = {leaf.name: leaf for leaf in self.input_leaves}
+        made = [
+            value if name is None else make(specs[name], value)
+            for name, value in zip(self.input_names, self.flatten(args, kwargs), strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(made, self.in_spec)
         return kwargs if isinstance(batch, Mapping) else args
+
+    @property
+    def input_leaves(self) -> list[LeafSpec]:
+        """The leaves that a caller gives."""
+        return [leaf for leaf in self.leaves if leaf.kind == "input"]
 
     def inputs(self, flat: Sequence[Any], mesh: Mesh) -> dict[str, Tensor]:
         """This rank's part of the inputs, from :meth:`flatten`, by the names of their leaves.
@@ -109,16 +126,15 @@ class Interface:
             InputError: they are not as planned, or one requires a gradient.
         """
         values = {name: value for name, value in zip(self.input_names, flat, strict=True) if name}
-        for leaf in self.leaves:
-            if leaf.kind == "input":
-                value, expected = values[leaf.name], local_shape(leaf.shape, leaf.layout, mesh.sizes)
-                assert expected is not None
-                _check_input(leaf, value, expected, "this rank's part")
-                if value.requires_grad and torch.is_grad_enabled():
-                    raise InputError(
-                        f"input {leaf.name!r} requires a gradient, which a plan does not sum over ranks: detach it, or "
-                        "make it a parameter of the model"
-                    )
+        for leaf in self.input_leaves:
+            value, expected = values[leaf.name], local_shape(leaf.shape, leaf.layout, mesh.sizes)
+            assert expected is not None
+            _check_input(leaf, value, expected, "this rank's part")
+            if value.requires_grad and torch.is_grad_enabled():
+                raise InputError(
+                    f"input {leaf.name!r} requires a gradient, which a plan does not sum over ranks: detach it, or "
+                    "make it a parameter of the model"
+                )
         return values
 
     def returned(self, results: Sequence[Tensor | None], device_mesh: DeviceMesh) -> Any:

@@ -168,10 +168,11 @@ def rows_of(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Ro
             piece = whole.shape[1] // mesh.axes[axis].size
             start = place[axis] * piece
             rows[local_type.dim] = whole[:, start : start + piece].flatten()
-    return tuple(_as_slice(indices) for indices in rows)
+    return tuple(as_slice(indices) for indices in rows)
 
 
-def _as_slice(indices: torch.Tensor) -> slice | torch.Tensor:
+def as_slice(indices: torch.Tensor) -> slice | torch.Tensor:
+    """Indices, as a slice where they are contiguous."""
     if not len(indices):
         return slice(0, 0)
     first, last = int(indices[0]), int(indices[-1])

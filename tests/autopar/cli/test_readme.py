@@ -27,6 +27,7 @@ PLAN, APPLY = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 def run(folder: str, program: str) -> str:
     """What a program prints that is run in a folder, by one of some processes."""
     os.chdir(folder)
+    torch.manual_seed(0)  # processes that start begin alike
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
