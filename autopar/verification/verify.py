@@ -116,7 +116,9 @@ def reference(
         names = tuple(path_name(path) or "output" for path, _ in paths)
         loss = _loss_position(traced)
         if loss is not None:
-            outputs[loss].backward()
+            # From a tensor, backward would leave the mode, which what is checkpointed runs in again.
+            edge, start = torch.autograd.graph.get_gradient_edge(outputs[loss]), torch.ones_like(outputs[loss])
+            torch.autograd.backward(edge, start)
     gradients = {name: p.grad for name, p in stepped.named_parameters() if p.grad is not None}
     kept = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
     return Reference(before, traced, args, kwargs, kept, names, loss, gradients, dict(stepped.named_buffers()))
