@@ -61,7 +61,7 @@ def test_what_was_asked_for_is_said_before_how_it_was_found() -> None:
     pin = {"pipeline": 2, "micro_batches": 4, "recompute": {"keep": ["layers.*.up", "layers.*.down", "layers.*"]}}
     text = str(plan_of(residual_mlp(layers=6), cluster(2), pin))
     labels = [line[2:10].strip() for line in text.splitlines()[1:] if line[:2] == "  " and line[2:3].strip()]
-    assert labels[:8] == ["mesh", "pinned", "batches", "stages", "step", "memory", "search", "proof"]
+    assert labels[:9] == ["mesh", "pinned", "batches", "stages", "dtypes", "step", "memory", "search", "proof"]
 
 
 def test_no_line_of_the_head_is_much_longer_than_a_screen() -> None:
