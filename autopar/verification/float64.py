@@ -101,16 +101,29 @@ def exact() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextlib.contextmanager
+def dropping_nothing() -> Iterator[None]:
+    """Inside, dropout drops nothing; types are as they are. For models that do not run in float64."""
+    with _Exact(widens=False):
+        yield
+
+
 class _Exact(TorchFunctionMode):
+    def __init__(self, widens: bool = True):
+        super().__init__()
+        self._widens = widens
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if carried_by(func) is not None:
             with around(self):
                 return func(*args, **(kwargs or {}))
-        func = _CASTS.get(func, func)
-        args = tuple(_wide(a) for a in args)
-        kwargs = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        kwargs = kwargs or {}
+        if self._widens:
+            func = _CASTS.get(func, func)
+            args = tuple(_wide(a) for a in args)
+            kwargs = {name: _wide(value) for name, value in kwargs.items()}
         rate = _RATES.get(func, (1, "p") if "dropout" in getattr(func, "__name__", "") else None)
         if rate is not None:
             position, name = rate
