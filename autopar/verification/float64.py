@@ -22,8 +22,11 @@ from torch.overrides import TorchFunctionMode
 from autopar.functions.carry import around, carried_by
 from planner.ir.graph import Graph, Node
 
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)
-_NARROW_NAMES = frozenset(str(dtype).removeprefix("torch.") for dtype in _NARROW)
+_WIDE = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    torch.complex64: torch.complex128,
+}
+_WIDE_NAMES = {str(narrow).removeprefix("torch."): str(wide).removeprefix("torch.") for narrow, wide in _WIDE.items()}
 _CASTS = {
     torch.Tensor.float: torch.Tensor.double,
     torch.Tensor.half: torch.Tensor.double,
@@ -44,7 +47,7 @@ _RATES = {
 def twin(model: nn.Module) -> nn.Module:
     """A copy of ``model`` with float64 parameters, buffers, and tensors in attributes of modules and objects."""
     copies: dict[int, Any] = {}
-    found = copy.deepcopy(model, copies).double()
+    found = copy.deepcopy(model, copies)._apply(widen)
     copies.pop(id(copies), None)  # what was copied
     for each in copies.values():
         for name, value in list(getattr(each, "__dict__", {}).items()):
@@ -54,13 +57,13 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def is_narrow(tree: Any) -> bool:
-    """Whether a tensor in ``tree`` is of a narrower float type than float64."""
-    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in _NARROW for leaf in pytree.tree_leaves(tree))
+    """Whether a tensor in ``tree`` is of a narrower float type than float64, or of complex numbers of these."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in pytree.tree_leaves(tree))
 
 
 def widen(tree: Any) -> Any:
     """``tree`` with every tensor of a narrower float type in float64."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.dtype in _NARROW else t, tree)
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(_WIDE.get(t.dtype, t.dtype)), tree)
 
 
 def widened(graph: Graph) -> Graph:
@@ -82,7 +85,7 @@ def _is_dtype(value: object) -> bool:
 
 def _wide_name(dtype: object) -> str:
     name = str(dtype).removeprefix("torch.")
-    return "float64" if name in _NARROW_NAMES else name
+    return _WIDE_NAMES.get(name, name)
 
 
 @contextlib.contextmanager
@@ -133,4 +136,4 @@ class _Exact(TorchFunctionMode):
 
 
 def _wide(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
