@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.functions.carry import around, carried_by
+from planner.base.errors import VerificationError
 from planner.ir.graph import Graph, Node
 
 _WIDE = {
@@ -47,13 +48,29 @@ _RATES = {
 def twin(model: nn.Module) -> nn.Module:
     """A copy of ``model`` with float64 parameters, buffers, and tensors in attributes of modules and objects."""
     copies: dict[int, Any] = {}
-    found = copy.deepcopy(model, copies)._apply(widen)
+    found = copied(model, copies)._apply(widen)
     copies.pop(id(copies), None)  # what was copied
     for each in copies.values():
         for name, value in list(getattr(each, "__dict__", {}).items()):
             if is_narrow(value):
                 each.__dict__[name] = widen(value)
     return found
+
+
+def copied(model: nn.Module, copies: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of ``model`` to be run beside it.
+
+    Raises:
+        VerificationError: it holds what cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model, copies)
+    except Exception as error:
+        raise VerificationError(
+            f"values are compared on copies of the model, and {type(model).__name__} cannot be copied "
+            f"({type(error).__name__}: {error}): keep locks, files and handles out of modules, or let what holds them "
+            "have a __deepcopy__"
+        ) from error
 
 
 def is_narrow(tree: Any) -> bool:

@@ -8,7 +8,6 @@ in its own dtypes, with tolerances that are measured (:mod:`autopar.verification
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from autopar.capture.capture import LossFn, _caches_off, _example_inputs, _WithL
 from autopar.capture.model_state import Snapshot
 from autopar.driver.trace import Traced, trace
 from autopar.graph.module_walk import Walk
-from autopar.verification.float64 import dropping_nothing, exact, is_narrow, twin, widen, widened
+from autopar.verification.float64 import copied, dropping_nothing, exact, is_narrow, twin, widen, widened
 from autopar.verification.rounding import RandomRounding, Tolerance, measured
 from planner.base.errors import CaptureError, VerificationError
 from planner.ir.graph import Graph
@@ -113,7 +112,7 @@ class Reference(StepValues):
             return Tolerance("float64", rtol)
 
         def again(mode: RandomRounding) -> Mapping[str, Tensor]:
-            model = copy.deepcopy(self.model)
+            model = copied(self.model)
             return _step(model, self.args, self.kwargs, self.loss_fn, self.loss, mode).values
 
         with dropping_nothing():
@@ -147,7 +146,7 @@ def own_reference(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: LossFn | None = None
 ) -> Reference:
     """Capture a copy of ``model`` in its own dtypes, without dropout, and run one step of it."""
-    before, stepped = copy.deepcopy(model), copy.deepcopy(model)
+    before, stepped = copied(model), copied(model)
     with dropping_nothing():
         traced = trace(before, args, kwargs, loss_fn)
         return _reference(before, stepped, traced, args, dict(kwargs), loss_fn, is_exact=False)
@@ -200,6 +199,11 @@ def _step(
             torch.autograd.backward(edge, start)
     names = tuple(path_name(path) or "output" for path, _ in paths)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    sparse = [name for name, value in gradients.items() if value.layout != torch.strided]
+    if sparse:
+        raise VerificationError(
+            f"the gradient of {sparse[0]} is sparse, and ranks add up dense ones: make its module with sparse=False"
+        )
     kept = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
     return StepValues(kept, names, gradients, dict(model.named_buffers()))
 

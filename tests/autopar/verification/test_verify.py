@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from autopar.verification.float64 import exact, twin, widen, widened
 from autopar.verification.reference import reference, relative_error
 from autopar.verification.rounding import RandomRounding, measured, size_of
 from autopar.verification.verify import decide_on, verify
-from planner.base.errors import PinError, VerificationError
+from planner.base.errors import InputError, PinError, VerificationError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.resharding import Collective
@@ -374,19 +375,44 @@ class Explodes(nn.Module):
         return Fails.apply(y) if math.isfinite(self.factor) else y
 
 
+class Locked(Explodes):
+    def __init__(self) -> None:
+        super().__init__(-math.inf)
+        self.lock = threading.Lock()
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x.argmax(-1)).square().mean()
+
+
 @pytest.mark.parametrize(
-    "model, message",
+    "model, message, way_out",
     [
-        (Explodes(), "KeyError: 'not in backward'"),
-        (Explodes(math.inf), "Explodes's loss is inf on this batch"),
+        (Explodes(), "KeyError: 'not in backward'", "give example inputs"),
+        (Explodes(math.inf), "Explodes's loss is inf on this batch", "give example inputs"),
+        (Locked(), "Locked cannot be copied (TypeError: cannot pickle '_thread.lock' object)", "__deepcopy__"),
+        (Sparse(), "the gradient of table.weight is sparse", "sparse=False"),
     ],
-    ids=["backward fails", "infinite loss"],
+    ids=["backward fails", "infinite loss", "no copy", "sparse gradient"],
 )
-def test_whatever_goes_wrong_is_an_error_for_users(model: nn.Module, message: str) -> None:
+def test_whatever_goes_wrong_is_an_error_for_users(model: nn.Module, message: str, way_out: str) -> None:
     with pytest.raises(autopar.AutoparError) as raised:
         verify(model, ClusterSpec.local(2), example_kwargs={"x": torch.randn(4, 8)}, **QUICK)
     assert message in str(raised.value)
-    assert "give example inputs" in str(raised.value)
+    assert way_out in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_inputs_that_are_not_dense_are_refused() -> None:
+    rows = [torch.randn(2, 8), torch.randn(3, 8)]
+    for x, kind in ((torch.eye(8).to_sparse(), "sparse"), (torch.nested.nested_tensor(rows), "nested")):
+        with pytest.raises(InputError, match=f"input .*x.* is a {kind} tensor, and a plan shards dense ones"):
+            verify(nn.Linear(8, 8), ClusterSpec.local(2), example_kwargs={"x": x})
 
 
 # ---- what is checkpointed --------------------------------------------------------------------------------------------
