@@ -276,6 +276,11 @@ def _check_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
                 f"input {pytree.keystr(path[1:])} is of type {type(value).__name__}; give tensors (torch.as_tensor), "
                 "numbers, text, or tuples, lists and dicts of them"
             )
+        if isinstance(value, torch.Tensor) and (value.is_nested or value.layout != torch.strided):
+            raise InputError(
+                f"input {pytree.keystr(path[1:])} is a {'nested' if value.is_nested else 'sparse'} tensor, and a plan "
+                "shards dense ones: give x.to_dense(), or what torch.nested.to_padded_tensor makes of it"
+            )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -12,9 +12,11 @@ from autopar.capture.passes.assertion_removal import assertion_removal
 from autopar.capture.passes.call_splitting import call_splitting
 from autopar.capture.passes.canonical_order import canonical_order
 from autopar.capture.passes.causal_masks import causal_masks
+from autopar.capture.passes.complex_writes import complex_writes
 from autopar.capture.passes.constant_order import constant_order
 from autopar.capture.passes.contiguous_removal import contiguous_removal
 from autopar.capture.passes.dead_code import dead_code
+from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.functionalization import functionalization
 from autopar.capture.passes.identity_indexing import identity_indexing
 from autopar.capture.passes.linear_copies import linear_copies
@@ -54,6 +56,8 @@ def passes(model: nn.Module, repeats: Repeats) -> tuple[Pass, ...]:
         assertion_removal,
         contiguous_removal,
         overwrite_removal,
+        complex_writes,
+        embedding_bags,
         identity_indexing,
         literal_copies,  # before call_splitting, which asks in which call a literal was
         ungraded_operands,

@@ -32,6 +32,8 @@ TORCHS = {
     **{"long": "int64", "int": "int32", "short": "int16", "cfloat": "complex64", "cdouble": "complex128"},
 }
 """Torch's other names for dtypes."""
+TRAINED = ("float32", "bfloat16", "float16", "float64")
+"""The dtypes in which a model can be made."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,11 @@ class Made:
 
 @dataclass(frozen=True)
 class Configured:
-    """A Transformers model, by its configuration's ``path`` and the name of its class."""
+    """A Transformers model, by its configuration's ``path``, the name of its class, and its dtype if that is said."""
 
     path: str
     architecture: str
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -155,14 +158,33 @@ def read_inputs(texts: Sequence[str]) -> dict[str, Form]:
     return inputs
 
 
-def read_model(text: str) -> Made | Configured:
+def read_dtype(text: str, said_by: str = "--dtype") -> str:
+    """A dtype that a model can be made in, by torch's name: ``bfloat16``, ``torch.bfloat16``, ``half``.
+
+    Args:
+        said_by: who says so, for messages.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    name = text.removeprefix("torch.")
+    name = TORCHS.get(name, name)
+    if name not in TRAINED:
+        raise InputError(f"{said_by} {text!r} is no dtype to train a model in: give --dtype {', '.join(TRAINED)}")
+    return name
+
+
+def read_model(text: str, dtype: str | None = None) -> Made | Configured:
     """Which model ``module:function``, or the path of a Transformers ``config.json``, names.
+
+    Args:
+        dtype: what takes the place of the dtype that a configuration says.
 
     Raises:
         InputError: neither; no such file or module; or a file that is no configuration of a model.
     """
     if text.endswith(".json") or os.path.isfile(text):
-        return _configured(text)
+        return _configured(text, dtype)
     module, colon, function = text.partition(":")
     if not colon or not module or not function:
         raise InputError(f"{text!r} names no model: {CONFIGURED}")
@@ -174,7 +196,7 @@ def read_model(text: str) -> Made | Configured:
     return Made(module, function)
 
 
-def _configured(path: str) -> Configured:
+def _configured(path: str, dtype: str | None) -> Configured:
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -188,4 +210,8 @@ def _configured(path: str) -> Configured:
             f'{path!r} names no model: it needs "model_type" and "architectures", for example '
             f'"llama" and ["LlamaForCausalLM"]; it has {model_type!r} and {names!r}'
         )
-    return Configured(path, str(names[0]))
+    # Transformers renamed it.
+    key = next((key for key in ("dtype", "torch_dtype") if config.get(key) is not None), None)
+    if dtype is None and key is not None:
+        dtype = read_dtype(str(config[key]), f'{path!r} with "{key}"')
+    return Configured(path, str(names[0]), dtype)

@@ -63,6 +63,14 @@ Inputs = Annotated[
     typer.Option("--input", metavar="NAME=SHAPE:DTYPE", help="An input of the global batch: input_ids=8x128:int64."),
 ]
 BATCH, SEQUENCE = "Global batch of a Transformers model.", "Sequence length of a Transformers model."
+DType = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="float32, bfloat16, float16 or float64: of parameters, and of what floats of inputs.",
+        show_default="as a config.json says, or the model is made",
+    ),
+]
 TimeLimit = Annotated[float, typer.Option(min=1, help="Seconds after which the search returns the best so far.")]
 Trace = Annotated[
     Path | None,
@@ -94,6 +102,7 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help=BATCH)] = 8,
     seq: Annotated[int, typer.Option(min=1, help=SEQUENCE)] = 512,
     inputs: Inputs = None,
+    dtype: DType = None,
     pin: Pins = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
@@ -120,12 +129,13 @@ def plan(
         where, pins = arguments.read_cluster(cluster), arguments.read_pins(pin or ())
         arguments.check_pins(pins, where)
         check_gap(GAP if gap is None else gap)
-        name, forms = arguments.read_model(model), arguments.read_inputs(inputs or ())
+        cast = None if dtype is None else arguments.read_dtype(dtype)
+        name, forms = arguments.read_model(model, cast), arguments.read_inputs(inputs or ())
 
         from autopar.cli import model_loading
         from autopar.driver.plan import plan
 
-        loaded = model_loading.load(name, batch, seq, forms)
+        loaded = model_loading.load(name, batch, seq, forms, dtype=cast)
         found = plan(
             loaded.model,
             where,
@@ -180,6 +190,7 @@ def verify(
     batch: Annotated[int | None, typer.Option(min=1, help=BATCH, show_default="the plan's; 8 with a cluster")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help=SEQUENCE, show_default="the plan's; 32 with a cluster")] = None,
     inputs: Inputs = None,
+    dtype: DType = None,
     pin: Pins = None,
     time_limit: TimeLimit = 60.0,
 ) -> None:
@@ -195,13 +206,14 @@ def verify(
             arguments.check_cluster(what, cluster)
         pins = arguments.read_pins(pin or ())
         arguments.check_pins(pins, what.cluster if isinstance(what, Plan) else what)
-        name, forms = arguments.read_model(model), arguments.read_inputs(inputs or ())
+        cast = None if dtype is None else arguments.read_dtype(dtype)
+        name, forms = arguments.read_model(model, cast), arguments.read_inputs(inputs or ())
 
         from autopar.cli import model_loading
         from autopar.verification.verify import verify as check
 
         planned = what if isinstance(what, Plan) and batch is None and seq is None else None
-        loaded = model_loading.load(name, batch or 8, seq or 32, forms, real=True, planned=planned)
+        loaded = model_loading.load(name, batch or 8, seq or 32, forms, real=True, planned=planned, dtype=cast)
         say("checking types, then values on every rank")
         result = check(loaded.model, what, example_kwargs=loaded.inputs, pin=pins, time_limit_s=time_limit)
     typer.echo(str(result))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from autopar.cli.arguments import Configured, Form, Made
@@ -37,6 +38,7 @@ def load(
     forms: Mapping[str, Form],
     real: bool = False,
     planned: Plan | None = None,
+    dtype: str | None = None,
 ) -> Named:
     """A model, and its example inputs.
 
@@ -44,6 +46,7 @@ def load(
         batch, sequence: sizes of the global batch, for Transformers models whose inputs are not given.
         forms: of the inputs that are; they win over all others.
         planned: a plan of the model; its inputs take the place of ``batch`` and ``sequence``.
+        dtype: of the parameters, and of what floats of inputs whose dtype nobody says; ``None``: as the model is made.
         real: build a configured model on the CPU if it is small, rather than on the meta device.
 
     Raises:
@@ -52,16 +55,26 @@ def load(
     given = {name: zeros(form.shape, form.dtype) for name, form in forms.items()} or None
 
     def like_planned(model: nn.Module) -> dict[str, Tensor]:
-        return (planned_inputs(planned) if planned else {}) or transformers_inputs(model, batch, sequence)
+        return (planned_inputs(planned) if planned else {}) or _cast(transformers_inputs(model, batch, sequence), dtype)
 
     if isinstance(named, Configured):
+        dtype = named.dtype
         with _quiet():
             model = _configured(named, real)
         return Named(model, given or like_planned(model))
     model, own = _returned(named)
+    model, own = model if dtype is None else model.to(getattr(torch, dtype)), own and _cast(own, dtype)
     if given is None and own is None and hasattr(model, "config"):
         own = like_planned(model)
     return Named(model, given or own)
+
+
+def _cast(inputs: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """Inputs with what floats in ``dtype``."""
+    if dtype is None:
+        return inputs
+    to = getattr(torch, dtype)
+    return pytree.tree_map_only(Tensor, lambda t: t.to(to) if t.is_floating_point() else t, inputs)
 
 
 def _returned(named: Made) -> tuple[nn.Module, dict[str, Any] | None]:
@@ -105,16 +118,28 @@ def _configured(named: Configured, real: bool) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(named.path)
         config.use_cache = False
-        with torch.device("meta"):
-            model = architecture(config)
-        if real and sum(p.numel() for p in model.parameters()) <= REAL_ELEMENTS:
-            torch.manual_seed(0)
-            model = architecture(config)
+        with _default_dtype(named.dtype):
+            with torch.device("meta"):
+                model = architecture(config)
+            if real and sum(p.numel() for p in model.parameters()) <= REAL_ELEMENTS:
+                torch.manual_seed(0)
+                model = architecture(config)
     except Exception as error:
         raise InputError(
             f"{named.architecture} cannot be built from {named.path!r}: {type(error).__name__}: {error}"
         ) from error
     return model.train()
+
+
+@contextlib.contextmanager
+def _default_dtype(name: str | None) -> Iterator[None]:
+    """Inside, parameters are made in this dtype, as Transformers does; what asks for float32 has it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(before if name is None else getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def zeros(shape: tuple[int, ...], dtype: str) -> Tensor:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.functions.carry import APPLIED, APPLY, Carried, apply
 from autopar.functions.declared import DECLARED
@@ -58,6 +59,8 @@ def carrying(model: nn.Module, walk: ModuleWalk, applied: Applied) -> Iterator[N
 def called(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``cls.apply(*args, **kwargs)`` in a model that is captured."""
     tensors = [arg for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, Tensor)]
+    if cls is CheckpointFunction:
+        return _checkpointed(*args)
     trains = torch.is_grad_enabled() and any(t.is_floating_point() for t in tensors)
     if cls.__module__.startswith(("torch.", "autopar.")) or not tensors or not (trains or cls in DECLARED):
         return apply(cls, *args, **kwargs)
@@ -80,3 +83,14 @@ def called(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -
         applied[key] = Carried(cls, template)
     carried = applied[key]
     return carried.nested(carried.op(*(arg for arg in bound if isinstance(arg, Tensor))))
+
+
+def _checkpointed(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """What reentrant ``torch.utils.checkpoint`` gives: the plan decides itself what to recompute.
+
+    It runs its part under ``no_grad`` and again in backward, so a graph of it would have no gradients. Its own have
+    them where one of its arguments has; otherwise, as in the original, its parameters are not trained.
+    """
+    trains = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+    with torch.set_grad_enabled(trains):
+        return run(*args)

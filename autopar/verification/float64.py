@@ -20,11 +20,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.functions.carry import around, carried_by
+from planner.base.errors import VerificationError
 from planner.ir.graph import Graph, Node
 from planner.ops import drops
 
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)
-_NARROW_NAMES = frozenset(str(dtype).removeprefix("torch.") for dtype in _NARROW)
+_WIDE = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    torch.complex64: torch.complex128,
+}
+_WIDE_NAMES = {str(narrow).removeprefix("torch."): str(wide).removeprefix("torch.") for narrow, wide in _WIDE.items()}
 _CASTS = {
     torch.Tensor.float: torch.Tensor.double,
     torch.Tensor.half: torch.Tensor.double,
@@ -45,7 +49,7 @@ _RATES = {
 def twin(model: nn.Module) -> nn.Module:
     """A copy of ``model`` with float64 parameters, buffers, and tensors in attributes of modules and objects."""
     copies: dict[int, Any] = {}
-    found = copy.deepcopy(model, copies).double()
+    found = copied(model, copies)._apply(widen)
     copies.pop(id(copies), None)  # what was copied
     for each in copies.values():
         for name, value in list(getattr(each, "__dict__", {}).items()):
@@ -54,14 +58,30 @@ def twin(model: nn.Module) -> nn.Module:
     return found
 
 
+def copied(model: nn.Module, copies: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of ``model`` to be run beside it.
+
+    Raises:
+        VerificationError: it holds what cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model, copies)
+    except Exception as error:
+        raise VerificationError(
+            f"values are compared on copies of the model, and {type(model).__name__} cannot be copied "
+            f"({type(error).__name__}: {error}): keep locks, files and handles out of modules, or let what holds them "
+            "have a __deepcopy__"
+        ) from error
+
+
 def is_narrow(tree: Any) -> bool:
-    """Whether a tensor in ``tree`` is of a narrower float type than float64."""
-    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in _NARROW for leaf in pytree.tree_leaves(tree))
+    """Whether a tensor in ``tree`` is of a narrower float type than float64, or of complex numbers of these."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in pytree.tree_leaves(tree))
 
 
 def widen(tree: Any) -> Any:
     """``tree`` with every tensor of a narrower float type in float64."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.dtype in _NARROW else t, tree)
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(_WIDE.get(t.dtype, t.dtype)), tree)
 
 
 def widened(graph: Graph) -> Graph:
@@ -82,7 +102,7 @@ def _is_dtype(value: object) -> bool:
 
 def _wide_name(dtype: object) -> str:
     name = str(dtype).removeprefix("torch.")
-    return "float64" if name in _NARROW_NAMES else name
+    return _WIDE_NAMES.get(name, name)
 
 
 @contextlib.contextmanager
@@ -101,16 +121,29 @@ def exact() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextlib.contextmanager
+def dropping_nothing() -> Iterator[None]:
+    """Inside, dropout drops nothing; types are as they are. For models that do not run in float64."""
+    with _Exact(widens=False):
+        yield
+
+
 class _Exact(TorchFunctionMode):
+    def __init__(self, widens: bool = True):
+        super().__init__()
+        self._widens = widens
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if carried_by(func) is not None:
             with around(self):
                 return func(*args, **(kwargs or {}))
-        func = _CASTS.get(func, func)
-        args = tuple(_wide(a) for a in args)
-        kwargs = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        kwargs = kwargs or {}
+        if self._widens:
+            func = _CASTS.get(func, func)
+            args = tuple(_wide(a) for a in args)
+            kwargs = {name: _wide(value) for name, value in kwargs.items()}
         rate = _RATES.get(func, (1, "p") if "dropout" in getattr(func, "__name__", "") else None)
         if rate is not None:
             position, name = rate
@@ -120,4 +153,4 @@ class _Exact(TorchFunctionMode):
 
 
 def _wide(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value

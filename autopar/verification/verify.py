@@ -1,9 +1,9 @@
 """Checks in one process that a plan's program computes what the model computes.
 
 Three independent checks. The emitted program is type-checked for gradient correctness at the plan's real
-mesh size (:mod:`autopar.verification.typecheck`). It is run on every rank of a small mesh, forward and backward, in
-float64, beside the original model. And the collectives that this run makes are counted, call by call,
-against the plan's prediction.
+mesh size (:mod:`autopar.verification.typecheck`). It is run on every rank of a small mesh, forward and backward, beside
+the original model, in float64 where that runs (:mod:`autopar.verification.reference`). And the collectives that this
+run makes are counted, call by call, against the plan's prediction.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,25 +23,33 @@ from torch import Tensor, nn
 from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.tensor import DTensor
 
-from autopar.capture.capture import LossFn, _caches_off, _example_inputs, _WithLoss, path_name
-from autopar.capture.model_state import Snapshot
+from autopar.capture.capture import LossFn, _example_inputs
 from autopar.driver.arguments import check_arguments, given_plan
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched
 from autopar.functions.carry import Carried
-from autopar.graph import dump
-from autopar.graph.module_walk import ModuleWalk
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.spmd.mesh import groups_of
 from autopar.verification.collective_counter import count_collectives, count_messages, differences
 from autopar.verification.divergence import first_divergence, reference_values
-from autopar.verification.float64 import exact, is_narrow, twin, widen, widened
-from autopar.verification.micro_batch_norm import normalizing_by_micro_batch
+from autopar.verification.float64 import is_narrow
+from autopar.verification.reference import (
+    Reference,
+    aligned,
+    buffer,
+    gradient,
+    output,
+    own_reference,
+    reference,
+    relative_error,
+)
+from autopar.verification.rounding import BLUNT, FACTOR, Tolerance
 from autopar.verification.simulator import DivergedError, Simulation
 from autopar.verification.typecheck import TypeReport, typecheck
 from planner.analysis.prediction import collectives
-from planner.base.errors import CaptureError, PinError, VerificationError
+from planner.base.errors import AutoparError, PinError, VerificationError
+from planner.base.formatting import in_percent
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.batch_norm import normalizes_by_micro_batch
@@ -53,7 +62,7 @@ from planner.formulation.strategies import Choice
 from planner.formulation.training import Training
 from planner.formulation.variables import Variable
 from planner.ir.folding import Folded, fold, refold
-from planner.ir.graph import Graph, Ref
+from planner.ir.graph import Ref
 from planner.ir.layout import Layout, Mesh
 from planner.ops import drops
 from planner.plan.plan import Plan
@@ -62,109 +71,6 @@ from planner.solve.choices import solve
 RTOL = 1e-10
 SIMULATED_RANKS = 12
 """A mesh of more ranks is simulated with its axes reduced to their least divisors."""
-
-
-# ---- what the original computes --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Reference:
-    """One step of the original model in float64.
-
-    Attributes:
-        model: the float64 twin, as it was before the step.
-        traced: its graph, or one that stands for it (:func:`aligned`).
-        args, kwargs: the global batch.
-        outputs: what it returned, flattened; ``names`` aligns with it.
-        loss: position of the loss among the outputs, ``None`` if there is none (then no gradients).
-        gradients, buffers: after the step, by name.
-    """
-
-    model: nn.Module
-    traced: Traced
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: tuple[Any, ...]
-    names: tuple[str, ...]
-    loss: int | None
-    gradients: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-
-
-def reference(
-    model: nn.Module,
-    example_args: tuple[Any, ...] | None = None,
-    example_kwargs: Mapping[str, Any] | None = None,
-    loss_fn: LossFn | None = None,
-    normalized_apart: int = 1,
-) -> Reference:
-    """Capture the float64 twin of ``model`` and run one step of it.
-
-    Args:
-        normalized_apart: into how many micro-batches its batch norms cut what they normalise.
-
-    Raises:
-        CaptureError: as for the model; or since tensors outside of it are of another type than the twin's.
-    """
-    args, kwargs = widen(_example_inputs(model, example_args, example_kwargs))
-    before, stepped = twin(model), twin(model)
-    whole = stepped if loss_fn is None else _WithLoss(stepped, loss_fn)
-    with exact(), dump.paused():
-        try:
-            traced = trace(before, args, kwargs, loss_fn)
-        except CaptureError as error:
-            _refuse_narrow(whole, error)
-            raise
-        with _caches_off(stepped), normalizing_by_micro_batch(stepped, normalized_apart):
-            returned = whole(*args, **kwargs)
-        paths, _ = pytree.tree_flatten_with_path(returned)
-        outputs = tuple(value for _, value in paths)
-        names = tuple(path_name(path) or "output" for path, _ in paths)
-        loss = _loss_position(traced)
-        if loss is not None:
-            outputs[loss].backward()
-    gradients = {name: p.grad for name, p in stepped.named_parameters() if p.grad is not None}
-    kept = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
-    return Reference(before, traced, args, kwargs, kept, names, loss, gradients, dict(stepped.named_buffers()))
-
-
-def _refuse_narrow(twin: nn.Module, error: CaptureError) -> None:
-    """Say which tensors stay in their type when a model's twin, which could not be captured, is in float64."""
-    found = [name.words for name in Snapshot(ModuleWalk(twin)).shared if is_narrow(name.value)]
-    if found:
-        raise CaptureError(
-            "values are compared in float64, in which the model cannot be captured. Tensors of a narrower type, which "
-            f"are not the model's own, are in {', '.join(dict.fromkeys(found))}: register them as buffers, or keep "
-            f"them in attributes of its modules.\n{error}"
-        ) from error
-
-
-def aligned(reference: Reference, traced: Traced) -> Reference:
-    """``reference`` with a graph of the same operators as the model's own, whose decisions then apply to it.
-
-    Args:
-        traced: the model as it was captured for the plan.
-    """
-    if _wiring(reference.traced.graph) == _wiring(traced.graph):
-        return reference
-    exactly, constants = reference.traced.captured.constants, widen(dict(traced.captured.constants))
-    if {name: c.shape for name, c in exactly.items()} == {name: c.shape for name, c in constants.items()}:
-        constants = exactly  # computed in float64, not rounded before
-    program = traced.captured.program
-    leaves = tuple(leaf._replace(value=constants.get(leaf.name, leaf.value)) for leaf in program.leaves)
-    captured = replace(traced.captured, program=replace(program, leaves=leaves))
-    return replace(reference, traced=replace(traced, captured=captured, graph=widened(traced.graph)))
-
-
-def _wiring(graph: Graph) -> object:
-    """Every operator and what it reads; after a cast to what it is already, the tracer reads the operand on."""
-    return [(node.name, node.op, node.inputs) for node in graph.nodes], graph.outputs, graph.updates
-
-
-def _loss_position(traced: Traced) -> int | None:
-    """Which of all outputs the loss is, see :attr:`planner.ir.graph.Graph.roots`."""
-    nodes = [place for place, name in enumerate(traced.captured.outputs) if name is not None]
-    return None if traced.graph.loss is None else nodes[traced.graph.loss]
 
 
 # ---- the same on all ranks -------------------------------------------------------------------------------------------
@@ -185,14 +91,23 @@ class Agreement:
     miscounted: tuple[str, ...]
 
     @property
+    def errors(self) -> dict[str, float]:
+        """Every relative error, by what messages call the value."""
+        return {
+            **{output(name): e for name, e in self.outputs.items()},
+            **{gradient(name): e for name, e in self.gradients.items()},
+            **{buffer(name): e for name, e in self.buffers.items()},
+        }
+
+    @property
     def worst(self) -> tuple[float, str]:
         """The largest relative error, and where it is."""
-        every = {
-            **{f"output {name}": e for name, e in self.outputs.items()},
-            **{f"gradient of {name}": e for name, e in self.gradients.items()},
-            **{f"buffer {name}": e for name, e in self.buffers.items()},
-        }
-        return max(((e, name) for name, e in every.items()), default=(0.0, "nothing"))
+        return max(((e, name) for name, e in self.errors.items()), default=(0.0, "nothing"))
+
+    def beyond(self, tolerance: Tolerance) -> list[tuple[float, str]]:
+        """Errors larger than allowed, with what they are of; first what is furthest beyond."""
+        found = [(e, name) for name, e in self.errors.items() if e > tolerance.of(name)]
+        return sorted(found, key=lambda each: each[0] / (tolerance.of(each[1]) or RTOL), reverse=True)
 
     def agrees(self, rtol: float = RTOL) -> bool:
         """Whether every value agrees and every call was predicted."""
@@ -212,7 +127,7 @@ def simulate(
         DivergedError: ranks that should hold the same values do not.
     """
     captured = reference.traced.captured
-    with exact(), Simulation(reference.model, captured, assignment, seed, micro_batched) as simulation:
+    with reference.computing(), Simulation(reference.model, captured, assignment, seed, micro_batched) as simulation:
         return observed_step(reference, assignment, simulation)
 
 
@@ -243,25 +158,25 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
     for name, expected, got, spec in zip(reference.names, reference.outputs, returned, specs, strict=True):
         if isinstance(expected, Tensor):
             layout = spec.layout if spec is not None else ()
-            outputs[name] = _error(simulation.whole(got, layout, tuple(expected.shape)), expected)
+            outputs[name] = relative_error(simulation.whole(got, layout, tuple(expected.shape)), expected)
     layouts = {leaf.name: leaf.layout for leaf in module.interface.leaves}
     own = dict(module.named_parameters())
-    largest = max((g.abs().max().item() for g in reference.gradients.values()), default=0.0)
+    largest = reference.largest_gradient
     # A parameter that the original's loss does not reach, or that is frozen, must not be trained.
     gradients = {
         name: math.inf
         for name, p in own.items()
         if p.grad is not None and name not in reference.gradients and _any_nonzero(p.grad)
     }
-    for name, gradient in reference.gradients.items():
+    for name, expected in reference.gradients.items():
         got = own[name].grad if name in own else None
         if got is None:
-            gradients[name] = _error(torch.zeros_like(gradient), gradient, largest)
+            gradients[name] = relative_error(torch.zeros_like(expected), expected, largest)
         else:
-            whole = simulation.whole(got, layouts[name], tuple(gradient.shape))
-            gradients[name] = _error(whole, gradient, largest)
+            whole = simulation.whole(got, layouts[name], tuple(expected.shape))
+            gradients[name] = relative_error(whole, expected, largest)
     buffers = {
-        name: _error(simulation.whole(value, layouts[name], tuple(value.shape)), reference.buffers[name])
+        name: relative_error(simulation.whole(value, layouts[name], tuple(value.shape)), reference.buffers[name])
         for name, value in module.named_buffers()
         if name in layouts
     }
@@ -275,35 +190,11 @@ def _any_nonzero(gradient: Tensor) -> bool:
     return any(bool(part.any()) for part in parts)
 
 
-def _error(got: Tensor, expected: Tensor, largest: float = 0.0) -> float:
-    """Largest difference, relative to the largest value expected.
-
-    Args:
-        largest: the largest value of all tensors of the kind; one that is all rounding beside it (a key's
-            bias has no gradient) is measured against it.
-    """
-    if got.shape != expected.shape:
-        return math.inf
-    if not (expected.is_floating_point() or expected.is_complex()):
-        return 0.0 if torch.equal(got, expected) else math.inf
-    if not expected.numel():
-        return 0.0
-    finite = torch.isfinite(expected)
-    if not torch.equal(got[~finite], expected[~finite]):
-        return math.inf
-    difference = torch.where(finite, got - expected, 0).abs().max().item()
-    scale = torch.where(finite, expected, 0).abs().max().item()
-    scale = max(scale, largest) if scale < 1e-9 * largest else scale
-    if math.isnan(difference):
-        return math.inf
-    return difference / scale if scale else difference
-
-
 def locate(reference: Reference, assignment: Assignment, rtol: float = RTOL, seed: int = 0) -> str:
     """The first operator whose forward result is not the original's, in words."""
     captured, model = reference.traced.captured, reference.model
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
-    with exact(), torch.no_grad(), Simulation(model, captured, assignment, seed) as simulation:
+    with reference.computing(), torch.no_grad(), Simulation(model, captured, assignment, seed) as simulation:
         flat = simulation.module.interface.flatten(reference.args, dict(reference.kwargs))
         inputs = {name: value for name, value in zip(captured.input_names, flat, strict=True) if name is not None}
         leaves = {
@@ -334,15 +225,21 @@ class Verification:
         mesh: the plan's mesh; ``types`` is what the type checker saw at that size.
         simulated: the mesh on which the program was run, ``None`` if it was not.
         agreement: errors of that run.
+        tolerance: in which dtypes values were compared, and how far each may be from the original's.
         notes: what a reader should know of how the comparison was made.
     """
 
     model: str
     mesh: Mesh
     types: TypeReport
-    simulated: Mesh | None
-    agreement: Agreement | None
-    notes: tuple[str, ...]
+    simulated: Mesh | None = None
+    agreement: Agreement | None = None
+    tolerance: Tolerance | None = None
+    notes: tuple[str, ...] = ()
+
+    def noting(self, note: str) -> Verification:
+        """The same, with a note more."""
+        return replace(self, notes=(*self.notes, note))
 
     @property
     def verdict(self) -> str:
@@ -355,17 +252,19 @@ class Verification:
 
     def __str__(self) -> str:
         lines = [f"{self.model} on mesh {_describe(self.mesh)}: {self.verdict}", f"  types        {self.types}"]
-        if self.agreement is not None and self.simulated is not None:
-            for what, errors in (
-                ("outputs", self.agreement.outputs),
-                ("gradients", self.agreement.gradients),
-                ("buffers", self.agreement.buffers),
+        if self.agreement is not None and self.simulated is not None and self.tolerance is not None:
+            lines.append(f"  compared     {self.tolerance}")
+            for what, called, errors in (
+                ("outputs", output, self.agreement.outputs),
+                ("gradients", gradient, self.agreement.gradients),
+                ("buffers", buffer, self.agreement.buffers),
             ):
                 if errors:
                     name = max(errors, key=lambda n: errors[n])
+                    allowed = f" of {self.tolerance.of(called(name)):.1e}" if self.tolerance.own else ""
                     lines.append(
                         f"  {what:<12} {len(errors)} equal on {_describe(self.simulated)}, "
-                        f"largest relative error {errors[name]:.1e} ({name})"
+                        f"largest relative error {errors[name]:.1e}{allowed} ({name})"
                     )
             lines.append(f"  collectives  {self.agreement.calls.total()} calls, all as predicted")
             if self.agreement.sent:
@@ -394,11 +293,12 @@ def verify(
         example_args, example_kwargs, loss_fn, pin, time_limit_s: as for :func:`autopar.plan`; the batch is also
             the one that is compared.
         mesh: with a cluster, plan on this mesh (axis name -> ranks) instead of searching all.
-        rtol: largest relative error allowed, in float64.
+        rtol: largest relative error allowed, in float64. Where the model does not run in that, it is compared in its
+            own dtypes, with tolerances that are measured (:mod:`autopar.verification.rounding`) and told.
 
     Raises:
-        VerificationError: a type is wrong, a value differs (names the first module that does), or a collective
-            was not predicted.
+        VerificationError: a type is wrong, a value differs (names the first module that does), a collective
+            was not predicted; or this could not be found out, and why.
         PlanError: the plan does not fit the model.
     """
     if not isinstance(cluster_or_plan, ClusterSpec):
@@ -407,42 +307,104 @@ def verify(
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     if isinstance(cluster_or_plan, Plan) and (pin or mesh):
         raise PinError("a plan is already decided, so pin and mesh have nothing left to fix: give a cluster instead")
-    traced = trace(model, example_args, example_kwargs, loss_fn)
-    assignment, micro_batched = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)
-    real = assignment.space.mesh
-    types = typecheck(traced.captured, assignment, micro_batched)
-    notes: list[str] = []
+    with _telling(model, "capturing and planning the model"):
+        traced = trace(model, example_args, example_kwargs, loss_fn)
+        assignment, micro_batched = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)
+    with _telling(model, "checking the types of the plan's program"):
+        types = typecheck(traced.captured, assignment, micro_batched)
+    found = Verification(traced.name, assignment.space.mesh, types)
     args, kwargs = _example_inputs(model, example_args, example_kwargs)
-    if any(t.is_meta for t in _tensors(model, args, kwargs)):
-        notes.append("the model or its batch is on the meta device: types were checked, values were not")
-        return Verification(traced.name, real, types, None, None, tuple(notes))
-    apart = normalizes_by_micro_batch(assignment)
-    ref = aligned(reference(model, args, kwargs, loss_fn, real.micro_batches if apart else 1), traced)
+    tensors = _tensors(model, args, kwargs)
+    if any(t.is_meta for t in tensors):
+        return found.noting("the model or its batch is on the meta device: types were checked, values were not")
+    if _draws(traced):
+        found = found.noting("dropout was switched off for the comparison")
+    apart = assignment.space.mesh.micro_batches if normalizes_by_micro_batch(assignment) else 1
+    if apart > 1:
+        found = found.noting(
+            "batch norms of the original normalised each micro-batch by its own statistics, as pin 'batch_norm' says"
+        )
+    compared = partial(_compared, assignment=assignment, micro_batched=micro_batched, rtol=rtol, seed=seed)
+    try:
+        return compared(found, aligned(reference(model, args, kwargs, loss_fn, apart), traced))
+    except VerificationError:
+        raise
+    except Exception as error:
+        if not is_narrow(tensors):
+            with _telling(model, "running the model, and all ranks of the plan"):
+                raise
+        found = found.noting(f"in float64 the model does not run: {_reason(error)}")
+    with _telling(model, "running the model itself on this batch"):
+        own = own_reference(model, args, kwargs, loss_fn, apart)
+    with _telling(model, "running all ranks of the plan"):
+        return compared(found, own)
+
+
+def _compared(
+    found: Verification,
+    ref: Reference,
+    *,
+    assignment: Assignment,
+    micro_batched: MicroBatched | None,
+    rtol: float,
+    seed: int,
+) -> Verification:
+    """What was verified, and values on a mesh that can be simulated.
+
+    Raises:
+        VerificationError: a value differs, or a collective was not predicted.
+    """
+    real = assignment.space.mesh
     small = real if real.size <= SIMULATED_RANKS else _shrunk(real.micro_batched(1)).micro_batched(real.micro_batches)
     like = refold(assignment.space.folded, ref.traced.graph)
     training = Training(unsharding=assignment.space.unsharding)
-    pins = Pins(batch_norm="micro_batch" if apart else None)
+    cluster = assignment.space.cost.cluster
+    pins = Pins(batch_norm=None if ref.normalized_apart == 1 else "micro_batch")
     space = space_on(ref.traced, small, cluster, pins, like, assignment.space.stages, training)
     simulated, missing = _transfer(assignment, space)
     if simulated is None:
-        notes.append(
+        return found.noting(
             f"WARNING: {real.size} ranks are too many to simulate, and the layout of {missing} does not exist on "
             f"{_describe(small)}: values were not compared. Verify a plan for fewer devices with the same pins, or a "
             "model whose sizes divide by them"
         )
-        return Verification(traced.name, real, types, None, None, tuple(notes))
     if small != real:
-        notes.append(f"{real.size} ranks are too many to simulate: values were compared on {_describe(small)}")
-    if apart:
-        notes.append(
-            "batch norms of the original normalised each micro-batch by its own statistics, as pin 'batch_norm' says"
-        )
-    if _draws(traced):
-        notes.append("dropout was switched off for the comparison")
+        found = found.noting(f"{real.size} ranks are too many to simulate: values were compared on {_describe(small)}")
     if ref.loss is None:
-        notes.append("the model returns no differentiable scalar: outputs were compared, gradients were not")
-    agreement = _agree(ref, simulated, rtol, seed, micro_batched)
-    return Verification(traced.name, real, types, small, agreement, tuple(notes))
+        found = found.noting("the model returns no differentiable scalar: outputs were compared, gradients were not")
+    tolerance = ref.tolerance(small.size, rtol)
+    if tolerance.blunt:
+        worst = max(tolerance.blunt, key=tolerance.of)
+        found = found.noting(
+            f"WARNING: rounding alone changes {len(tolerance.blunt)} of {len(tolerance.own)} values by more than "
+            f"{in_percent(BLUNT / FACTOR)} (the {worst} by {in_percent(tolerance.of(worst) / FACTOR)}), so that their "
+            "agreement says little: verify the model in wider dtypes, with smaller sizes or with fewer layers"
+        )
+    agreement = _agree(ref, simulated, tolerance, seed, micro_batched)
+    return replace(found, simulated=small, agreement=agreement, tolerance=tolerance)
+
+
+@contextlib.contextmanager
+def _telling(model: nn.Module, doing: str) -> Iterator[None]:
+    """Inside, whatever is raised that is no error for users becomes one, which says what was going on."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise VerificationError(
+            f"{type(model).__name__} could not be verified: {doing} failed with {_reason(error)}. If the model runs "
+            "forward and backward on this batch by itself, the fault is autopar's, and the error before this one says "
+            "where; if not, mend the model, or give example inputs with values that it takes"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what the user's code or torch raised."""
+    cause = error.__cause__
+    told = cause if isinstance(cause, Exception) and not isinstance(cause, AutoparError) else error
+    lines = str(told).strip().splitlines()
+    return f"{type(told).__name__}: {lines[0] if lines else 'without a message'}"
 
 
 def _decide(
@@ -462,19 +424,20 @@ def _decide(
 
 
 def _agree(
-    ref: Reference, assignment: Assignment, rtol: float, seed: int, micro_batched: MicroBatched | None
+    ref: Reference, assignment: Assignment, tolerance: Tolerance, seed: int, micro_batched: MicroBatched | None
 ) -> Agreement:
     def located() -> str:
-        return "" if micro_batched is not None else f"; {locate(ref, assignment, rtol, seed)}"
+        return "" if micro_batched is not None else f"; {locate(ref, assignment, tolerance.widest, seed)}"
 
     try:
         agreement = simulate(ref, assignment, seed, micro_batched)
     except DivergedError as error:
         raise VerificationError(f"{error}{located()}") from error
-    worst, where = agreement.worst
-    if worst > rtol:
+    for wrong, where in agreement.beyond(tolerance)[:1]:
+        allowed = f"{tolerance.of(where):.{0 if ref.is_exact else 1}e}"
+        in_own = "" if ref.is_exact else f", in {tolerance.dtypes}"
         raise VerificationError(
-            f"the {where} differs from the model's by {worst:.2g}, relative ({rtol:.0e} is allowed){located()}"
+            f"the {where} differs from the model's by {wrong:.2g}, relative ({allowed} is allowed{in_own}){located()}"
         )
     if agreement.miscounted:
         lines = "\n  ".join(("communication is not as predicted:", *agreement.miscounted))

@@ -58,4 +58,4 @@ class CheckpointError(AutoparError):
 
 
 class VerificationError(AutoparError):
-    """The emitted program does not compute what the model computes."""
+    """The emitted program does not compute what the model computes, or that could not be found out."""

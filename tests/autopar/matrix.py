@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autopar.verification.reference import Reference, reference
 from autopar.verification.simulator import DivergedError
 from autopar.verification.typecheck import typecheck
-from autopar.verification.verify import RTOL, Agreement, Reference, locate, reference, simulate, space_on
+from autopar.verification.verify import RTOL, Agreement, locate, simulate, space_on
 from planner.base.errors import PinError, VerificationError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment, assignment_of

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.runtime.data.agreement import CALLS, VARIABLE
@@ -37,7 +38,7 @@ from autopar.runtime.spmd.mesh import groups_of, whole_of
 from autopar.runtime.spmd.random_state import RandomState
 from autopar.runtime.spmd.run_state import RunState
 from autopar.verification.collective_counter import count_collectives, count_exchanges, differences
-from autopar.verification.float64 import exact
+from autopar.verification.float64 import exact, twin
 from autopar.verification.memory_meter import LiveBytes
 from planner.base.errors import InputError, PinError, PlanError
 from planner.cost.cluster import ClusterSpec
@@ -98,12 +99,28 @@ def llama(dropout: float = 0.0) -> nn.Module:
     )
 
 
-MODELS: dict[str, Callable[[float], nn.Module]] = {"mlp": mlp, "gpt2": gpt2, "llama": llama}
+class Spectral(nn.Module):
+    """Bags of ids, a checkpointed layer, and a filter with complex weights that fills a spectrum in place."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.bags, self.layer = nn.EmbeddingBag(VOCAB, 8, mode="mean", padding_idx=0), nn.Linear(8, 8)
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.cfloat))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(checkpoint(self.layer, self.bags(ids), use_reentrant=True))
+        kept = torch.zeros_like(spectrum)
+        kept[:, :4] = spectrum[:, :4] * self.filter
+        return torch.fft.irfft(kept, n=8)
+
+
+MODELS: dict[str, Callable[[float], nn.Module]] = {"mlp": mlp, "gpt2": gpt2, "llama": llama, "spectral": Spectral}
 
 
 def model_of(name: str, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[name](dropout).to(dtype).train()
+    model = MODELS[name](dropout).train()
+    return twin(model) if dtype == torch.float64 else model.to(dtype)
 
 
 def batch_of(name: str, seed: int = 1, dtype: torch.dtype = torch.float64) -> Batch:
@@ -113,6 +130,8 @@ def batch_of(name: str, seed: int = 1, dtype: torch.dtype = torch.float64) -> Ba
         draw = [torch.randn(BATCH, width, generator=generator, dtype=dtype) for width in (16, 8)]
         return {"x": draw[0], "target": draw[1]}
     tokens = torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator)
+    if name == "spectral":
+        return {"ids": tokens, "target": torch.randn(BATCH, 8, generator=generator, dtype=dtype)}
     target = torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator)
     target[: BATCH // 2, 3:] = -100
     target[-1, :5] = -100

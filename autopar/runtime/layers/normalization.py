@@ -155,7 +155,9 @@ class _SyncedBatchNorm(torch.autograd.Function):
         ctx.groups, ctx.dims = groups, dims
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
         ctx.mark_non_differentiable(mean, var)
-        y, _, _ = torch.ops.aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, 0.0, eps)
+        # The kernel takes narrow samples with float32 statistics, and then with float32 weights alone.
+        scale, shift = (None if affine is None else affine.to(mean.dtype) for affine in (weight, bias))
+        y, _, _ = torch.ops.aten._native_batch_norm_legit_no_training.default(x, scale, shift, mean, var, 0.0, eps)
         return y, mean, var
 
     @staticmethod

@@ -76,7 +76,8 @@ def make_optimizer(
     grouped: list[dict[str, Any]] = [{**each, "params": []} for each in own]
     for name, parameter in parameters.items():
         grouped[place.get(name, 0)]["params"].append(parameter)
-    if make in FUSED and device.type in FUSED_ON and not any(CHOSEN & each.keys() for each in (options, *own)):
+    takes_fused = device.type in FUSED_ON and not any(parameter.is_complex() for parameter in parameters.values())
+    if make in FUSED and takes_fused and not any(CHOSEN & each.keys() for each in (options, *own)):
         options = {**options, "fused": True}
     made = stepping(grouped, **options)
     for option in {key for each in own for key in each} - made.defaults.keys():

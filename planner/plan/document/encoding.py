@@ -50,9 +50,10 @@ FIELDS = (
 
 
 class Mode(TypedDict, total=False):
-    """In which mode a model was captured."""
+    """In which mode and dtypes a model was captured; files of before do not say."""
 
     mode: Literal["train", "eval"]
+    dtypes: Mapping[str, str]
 
 
 # "class" is no name for an attribute.

@@ -44,7 +44,35 @@ def _said(node: Node, results: str) -> str:
 def model_facts(graph: Graph, name: str, mode: str = "train") -> dict[str, Any]:
     """What identifies a model in a plan; ``mode`` is ``train`` or ``eval``."""
     params = sum(node.results[0].numel for node in graph.applying("param").firsts)
-    return {"class": name, "parameters": params, "mode": mode, "fingerprint": fingerprint(graph)}
+    facts = {"class": name, "parameters": params, "mode": mode, "dtypes": dtypes(graph)}
+    return {**facts, "fingerprint": fingerprint(graph)}
+
+
+PRODUCTS = ("linear", "matmul", "attention", "other")
+"""Kernels that do most of the arithmetic."""
+
+
+def dtypes(graph: Graph) -> dict[str, str]:
+    """In which dtypes a model has its ``parameters``, does ``compute`` matrix products, and has ``gradients``.
+
+    Where there are several, that of most elements comes first; what has less than a hundredth of them is left out.
+    """
+    columns = graph.columns
+    found: dict[str, Counter[str]] = {"parameters": Counter(), "compute": Counter(), "gradients": Counter()}
+    for first, times in zip(columns.firsts, np.bincount(columns.first).tolist(), strict=True):
+        row = OPS.get(first.op)
+        if first.op == "param":
+            tensor = first.results[0]
+            found["parameters"][tensor.dtype] += times * tensor.numel
+            found["gradients"][tensor.dtype] += times * tensor.numel * tensor.grad
+        elif row is not None and row.kernel in PRODUCTS:
+            found["compute"][first.results[0].dtype] += times * first.results[0].numel
+    return {use: told for use, counts in found.items() if (told := _most(counts))}
+
+
+def _most(counts: Counter[str]) -> str:
+    total = counts.total()
+    return ", ".join(dtype for dtype, count in counts.most_common() if count > total / 100)
 
 
 def coverage(graph: Graph) -> dict[str, int]:

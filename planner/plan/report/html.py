@@ -35,6 +35,7 @@ from planner.plan.report.summary import (
     candidate_cells,
     candidate_name,
     counted,
+    dtypes,
     is_notable,
     micro_batched,
     offloads,
@@ -110,7 +111,8 @@ def _head(document: Document) -> str:
     return (
         f'<div class="head"><h1>{escape(str(model["class"]))}</h1>{"".join(pills)}</div>'
         f'<div class="sub">{in_count(int(model["parameters"]))} parameters on {escape(cluster.name)}: {devices}, '
-        f'{escape(cluster.backend)}</div><p class="sentence">{escape(sentence(document))}</p>'
+        f"{escape(cluster.backend)}{f'<br>{escape(said)}' if (said := dtypes(document)) else ''}</div>"
+        f'<p class="sentence">{escape(sentence(document))}</p>'
     )
 
 

@@ -12,6 +12,8 @@ from planner.analysis.offload.chunks import ALIGN_BYTES, SAVED
 from planner.base.formatting import IN_EACH, again, in_bytes, in_seconds
 from planner.formulation.constraints.roles import ROLES
 from planner.formulation.resharding import Collective
+from planner.formulation.training import Training
+from planner.ir.graph import ITEM_BYTES
 from planner.ir.layout import PIPELINE
 from planner.plan.document.detail import BlockDetail, Move, OpDetail
 from planner.plan.document.document import BlockPlan, Document
@@ -206,6 +208,31 @@ def stages(document: Document) -> list[tuple[str, str]]:
         else:
             found.append(([stage], text))
     return [(str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}", text) for own, text in found]
+
+
+def dtypes(document: Document) -> str:
+    """In which dtypes a model trains, and how large optimizer state was taken to be; ``""`` of files that do not say.
+
+    Adam keeps two moments in the dtype of what it steps: the parameters, or masters in float32.
+    """
+    uses = document.model.get("dtypes", {})
+    alike: dict[str, list[str]] = {}
+    for use, dtype in uses.items():
+        alike.setdefault(dtype, []).append(use)
+    told = "; ".join(f"{', '.join(names)} {dtype}" for dtype, names in alike.items())
+    if "gradients" not in uses:
+        return told
+    count, wide_bytes = document.optimizer_bytes_per_element, ITEM_BYTES["float32"]
+    item_bytes = ITEM_BYTES.get(uses["gradients"].partition(",")[0], wide_bytes)
+    told += f"; optimizer state {count} bytes per element"
+    if count == 2 * item_bytes:
+        return f"{told} (Adam's moments)"
+    if item_bytes < wide_bytes and count == 3 * wide_bytes:
+        return f"{told} (Adam's moments and masters, float32)"
+    if count != Training.optimizer_bytes_per_element:
+        return told
+    with_masters = f", {3 * wide_bytes} with float32 masters" if item_bytes < wide_bytes else ""
+    return f"{told}, but Adam takes {2 * item_bytes}{with_masters}: plan with optimizer_bytes_per_element as it will be"
 
 
 def pinned(document: Document) -> list[str]:

@@ -15,7 +15,8 @@ from autopar.capture.lowering import lower
 from autopar.capture.repeats.candidates import nominate
 from autopar.driver.trace import trace
 from autopar.graph.module_walk import ModuleWalk
-from autopar.verification.verify import RTOL, reference, simulate, space_on
+from autopar.verification.reference import reference
+from autopar.verification.verify import RTOL, simulate, space_on
 from planner.base.errors import CaptureError, InputError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import assignment_of

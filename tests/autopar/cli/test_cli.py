@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,46 @@ def test_plans_a_transformers_config_for_a_preset(config: Path, tmp_path: Path) 
     assert plan.cluster.world_size == 8 and plan.model["class"] == "LlamaForCausalLM"
 
 
+@pytest.mark.parametrize(
+    "said, words, dtype",
+    [
+        ({"torch_dtype": "bfloat16"}, (), "bfloat16"),
+        ({"dtype": "float16"}, (), "float16"),
+        ({"dtype": "bfloat16"}, ("--dtype", "float"), "float32"),
+    ],
+)
+def test_a_config_is_planned_and_verified_in_its_dtype(
+    tmp_path: Path, said: Mapping[str, str], words: Sequence[str], dtype: str
+) -> None:
+    path, out = tmp_path / "config.json", tmp_path / "plan.json"
+    path.write_text(json.dumps({**LLAMA, **said}))
+    result = invoke("plan", path, "-c", "local:2", "--batch", 4, "--seq", 16, "--out", out, *words)
+    assert result.exit_code == 0, result.output
+    plan = Plan.load(out)
+    assert plan.model["dtypes"] == dict.fromkeys(("parameters", "compute", "gradients"), dtype)
+    assert plan.account.leaves["lm_head.weight"].dtype == dtype
+    told = " ".join(result.stdout.split())
+    assert f"dtypes parameters, compute, gradients {dtype}; optimizer state 8 bytes per element" in told
+    assert ("but Adam takes 4, 12 with float32 masters" in told) == (dtype != "float32")
+    result = invoke("verify", path, "--plan", out, *words)
+    assert result.exit_code == 0 and "verified" in result.stdout, result.output
+
+
+def test_a_function_s_model_and_inputs_are_cast() -> None:
+    result = invoke("plan", f"{HERE}:small", "-c", "local:2", "--dtype", "bfloat16", "--optimizer-bytes", 12)
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stdout.split())
+    assert "gradients bfloat16; optimizer state 12 bytes per element (Adam's moments and masters, float32)" in told
+
+
+def test_a_config_of_a_dtype_that_nothing_is_trained_in_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "dtype": "float8_e4m3fn"}))
+    result = invoke("plan", path, "-c", "local:2")
+    assert result.exit_code == 2 and "with \"dtype\" 'float8_e4m3fn' is no dtype to train" in result.stderr
+    assert "give --dtype float32, bfloat16" in result.stderr
+
+
 def test_shows_a_plan_whole_by_block_and_by_name(plan_file: Path) -> None:
     plan = Plan.load(plan_file)
     assert invoke("show", plan_file).stdout.strip() == str(plan).strip()
@@ -176,6 +216,7 @@ WRONG: list[tuple[Sequence[str], str]] = [
     (("plan", f"{HERE}:small", "-c", "local:4", "--input", "x=4:floaty"), "is not NAME="),
     (("plan", ".nowhere:f", "-c", "local:4"), "cannot import '.nowhere'"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--input", "x=axb"), "is not NAME="),
+    (("plan", f"{HERE}:small", "-c", "local:4", "--dtype", "int8"), "--dtype 'int8' is no dtype to train a model in"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--out", "/no/such/place/plan.json"), "there is no directory"),
     (("show", "missing.json"), "cannot read the plan 'missing.json'"),
     (("show", "pyproject.toml"), "is not a whole plan"),

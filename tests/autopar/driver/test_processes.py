@@ -57,6 +57,7 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("llama", {"data": 2, "tensor": 2, "zero": 3, "recompute": "full"}, 4),
     ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3}, 4),
     ("llama", {"replicate": 2, "data": 2, "zero": 3}, 4),
+    ("spectral", {"data": 2, "zero": 3}, 2),
     ("gpt2", {"offload": "host"}, 1),
     ("llama", {"data": 2, "zero": 3, "offload": "host"}, 2),
     ("gpt2", {"replicate": 2, "data": 2, "zero": 2, "recompute": "full", "offload": "host"}, 4),

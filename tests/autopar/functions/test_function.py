@@ -25,8 +25,9 @@ from autopar.emit.rewrite import rewrite
 from autopar.functions.declared import DECLARED, SHIPPED, read
 from autopar.functions.observe import observe
 from autopar.functions.register import check
+from autopar.verification.reference import reference
 from autopar.verification.typecheck import typecheck
-from autopar.verification.verify import locate, reference, simulate, verify
+from autopar.verification.verify import locate, simulate, verify
 from benchmarks.memory import observed_peak
 from planner.analysis.memory import usage
 from planner.base.errors import CaptureError, InputError, PinError, VerificationError

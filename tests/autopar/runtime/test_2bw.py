@@ -23,8 +23,9 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.spmd.mesh import device_mesh
 from autopar.verification.float64 import exact
+from autopar.verification.reference import reference
 from autopar.verification.simulator import fake_process_group
-from autopar.verification.verify import reference, simulate
+from autopar.verification.verify import simulate
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from tests.autopar import workers

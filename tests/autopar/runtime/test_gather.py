@@ -28,8 +28,9 @@ from autopar.runtime.pipeline.executor import _Run
 from autopar.runtime.spmd import parameters, prefetch_gather
 from autopar.runtime.spmd.mesh import part_of
 from autopar.runtime.spmd.parameters import _ShardedForm, gather_parameters
+from autopar.verification.reference import reference
 from autopar.verification.simulator import Simulation, fake_process_group
-from autopar.verification.verify import reference, simulate, verify
+from autopar.verification.verify import simulate, verify
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training

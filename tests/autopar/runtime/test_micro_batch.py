@@ -20,9 +20,10 @@ from autopar.emit.build import MicroBatched
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.pipeline.used_parameters import UsedParameters
 from autopar.verification.float64 import exact
+from autopar.verification.reference import Reference, reference
 from autopar.verification.simulator import Simulation
 from autopar.verification.typecheck import typecheck
-from autopar.verification.verify import Reference, observed_step, reference, simulate
+from autopar.verification.verify import observed_step, simulate
 from planner.base.errors import InputError, VerificationError
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins

@@ -244,6 +244,8 @@ def test_groups_by_names(mesh: DeviceMesh) -> None:
     assert pmodel.optimizer(torch.optim.LBFGS)  # nothing is sharded
     for options in ({"fused": False}, {"foreach": True}, {"differentiable": True}):
         assert not pmodel.optimizer(torch.optim.AdamW, **options).defaults["fused"]
+    weight = {"weight": nn.Parameter(torch.zeros(2, dtype=torch.cfloat))}  # fused kernels take no complex numbers
+    assert not make_optimizer(torch.optim.AdamW, weight, {"weight": "weight"}, False, (), {}).defaults["fused"]
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [

@@ -21,9 +21,10 @@ from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched
 from autopar.measure.local_processes import LocalProcesses
 from autopar.verification.float64 import exact
+from autopar.verification.reference import Reference, reference
 from autopar.verification.simulator import Simulation
 from autopar.verification.typecheck import typecheck
-from autopar.verification.verify import Reference, observed_step, reference
+from autopar.verification.verify import observed_step
 from planner.base.errors import InputError, PinError, PlanError
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins

@@ -78,7 +78,7 @@ def test_what_was_asked_for_is_said_before_how_it_was_found() -> None:
         for line in text.partition("\n  mesh ")[2].splitlines()
         if line[:2] == "  " and line[2:3].strip()
     ]
-    assert labels[:7] == ["pinned", "batches", "stages", "step", "memory", "search", "proof"]
+    assert labels[:8] == ["pinned", "batches", "stages", "dtypes", "step", "memory", "search", "proof"]
 
 
 def test_no_line_of_the_head_is_much_longer_than_a_screen() -> None:
