@@ -8,13 +8,15 @@ model as a whole; so whatever would wait for one of them, or change it, is refus
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from planner.base.errors import InputError, PlanWarning
 
@@ -34,6 +36,21 @@ class Fronts(nn.Module):
             f"the modules of a parallel {kind} only hold parameters and are of no other class, so that apply() would "
             "find no layer: apply it to the model before autopar.parallelize, or go through named_parameters()"
         )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fronts:
+        """What ``to``, ``cuda``, ``half`` and the like do: nothing, where all is there already; else refused.
+
+        Even a tensor that is put in the place of an equal one would lose what it knows of the other ranks.
+        """
+        named = itertools.chain(self.named_parameters(), self.named_buffers())
+        for name, tensor in named:
+            made = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if (made.dtype, made.device) != (tensor.dtype, tensor.device):
+                raise InputError(
+                    f"{name} is of {tensor.dtype} on {tensor.device}, as planned, and would be of {made.dtype} on "
+                    f"{made.device}: convert the model before autopar.parallelize, and leave where it runs to the plan"
+                )
+        return self
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -114,16 +131,18 @@ def _check_settable(front: Fronts, name: str, value: Any) -> None:
     Raises:
         InputError: names it, and the way out.
     """
-    original = front._original[0]
-    own = name in front.__dict__ or hasattr(type(front), name)
-    held = name in front._parameters or name in front._buffers
-    if own or (held and not isinstance(value, nn.Module)):
-        return
-    if name in front._modules or isinstance(value, nn.Module) or hasattr(original, name):
+    original, held = front._original[0], cast(Any, front._parameters.get(name))
+    is_own = name in {**front.__dict__, **front._parameters, **front._buffers} or hasattr(type(front), name)
+    if name in front._modules or (hasattr(original, name) and (isinstance(value, nn.Module) or not is_own)):
         raise InputError(
             f"{type(original).__name__}.{name} cannot be set on the parallel module: its program was captured from the "
             "model as it was, and would not see the change. Set it on the model, then call autopar.parallelize again, "
             "with state_dict=pmodel.full_state_dict() to keep what was trained"
+        )
+    if isinstance(held, DTensor) and not isinstance(value, DTensor):
+        raise InputError(
+            f"{type(original).__name__}.{name} is a part of a parameter, a DTensor, and cannot become "
+            f"{'a whole tensor' if isinstance(value, Tensor) else repr(value)}: pmodel.load_state_dict takes whole ones"
         )
 
 
