@@ -8,17 +8,24 @@ from typing import Any
 
 import yaml
 
-from planner.base.errors import ClusterError
+from planner.base.errors import AutoparError, ClusterError
 
 
 def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
     """The contents of a YAML or JSON file; raises :class:`ClusterError` that says ``what`` file cannot be read."""
+    check_path(path, what, ClusterError)
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
     except OSError as error:
         raise ClusterError(f"{what} {os.fspath(path)!r} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ClusterError(f"{what} {os.fspath(path)!r} is neither YAML nor JSON: {error}") from error
+
+
+def check_path(path: object, what: str, error: type[AutoparError]) -> None:
+    """Raise ``error`` unless ``path`` is one; ``what``: it is of."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise error(f"the {what} is {path!r}: give the path of a file")
 
 
 def write_text(path: Path, text: str) -> None:

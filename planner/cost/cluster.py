@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from planner.base import host as machine
 from planner.base.errors import ClusterError
-from planner.base.files import read_yaml, write_text
+from planner.base.files import check_path, read_yaml, write_text
 from planner.base.units import (
     FROZEN,
     Bytes,
@@ -258,8 +258,8 @@ class ClusterSpec(Described):
         name or a count that the machine cannot have.
         """
         files = _presets()
-        if name not in files:
-            raise ClusterError(f"there is no preset {name!r}; {nearest(name, sorted(files))}")
+        if not isinstance(name, str) or name not in files:
+            raise ClusterError(f"there is no preset {name!r}; {nearest(str(name), sorted(files))}")
         for what, count in (("nodes", nodes), ("devices", devices)):
             if count is not None:
                 _check_count(f"preset {name!r}", what, count)
@@ -358,6 +358,7 @@ class ClusterSpec(Described):
 
         Raises :class:`ClusterError` naming what is wrong.
         """
+        check_path(path, "cluster file", ClusterError)
         name = os.fspath(path)
         if name in _presets() and not Path(path).exists():
             raise ClusterError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from planner.base.errors import PinError
 from planner.formulation.constraints.roles import ROLES, WEIGHTS, sharing
+from planner.formulation.constraints.synonyms import meant
 from planner.formulation.constraints.zero import Ways, Zero, levels_alone, read_zero, unshardings
 from planner.formulation.remat.levels import COMPUTED, Level
 from planner.formulation.training import Activations, Tier, Update
@@ -82,11 +83,10 @@ class Pins:
         pin = dict(pin or {})
         known = {*ROLES, *COUNTS, "sequence_parallel", "zero", "recompute", "offload", "update", "activations"}
         known |= {"layers", "schedule"}
-        unknown = sorted(set(pin) - known)
+        unknown = sorted(set(pin) - known, key=str)
         if unknown:
-            raise PinError(
-                f"pin has no decision called {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}"
-            )
+            told = ", ".join(f"{name!r}{meant(name, known)}" for name in unknown)
+            raise PinError(f"pin has no decision called {told}; known: {', '.join(sorted(known))}")
         counts = {name: _count(name, what, pin.pop(name, None)) for name, what in COUNTS.items()}
         schedule = _schedule(pin.pop("schedule", None), counts["virtual_stages"])
         sizes: dict[str, int] = {}
@@ -120,8 +120,12 @@ class Pins:
         update = _update(pin.pop("update", None), offload)
         activations = _activations(pin.pop("activations", None), offload)
         layers = pin.pop("layers", {})
-        if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):
-            raise PinError("pin 'layers' maps a module path (with * and ?) to {axis name: strategy}")
+        if not isinstance(layers, Mapping) or not all(
+            isinstance(path, str) and isinstance(axes, Mapping) for path, axes in layers.items()
+        ):
+            raise PinError(
+                f"pin 'layers' is {layers!r}; it maps a module path (with * and ?) to {{axis name: strategy}}"
+            )
         return Pins(
             sizes,
             sequence_parallel,

@@ -89,7 +89,8 @@ def _head(document: Document) -> str:
         *([("proof", in_paragraph(str(document.certificate)))] if document.assignment is not None else []),
     ]
     title = f"{document.model['class']}, {document.model['parameters']:,} parameters"
-    return "\n".join([f"{title}, on {document.cluster.name}: {devices}", labelled(rows)])
+    notes = [in_paragraph(f"! {note}", "  ") for note in document.notes]
+    return "\n".join([f"{title}, on {document.cluster.name}: {devices}", *notes, labelled(rows)])
 
 
 def _stages(document: Document) -> list[tuple[str, str]]:
