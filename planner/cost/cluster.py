@@ -365,6 +365,12 @@ class ClusterSpec(Described):
                 f"cluster file {name!r} cannot be read: there is no such file, but a preset of that name: write "
                 f"preset:{name} on the command line, ClusterSpec.preset({name!r}) in Python"
             )
+        if not Path(path).exists():
+            raise ClusterError(
+                f"cluster file {name!r} cannot be read: No such file or directory; give a file's path, or a preset: "
+                "preset:NAME:NODES on the command line (or local:4, or detect), ClusterSpec.preset(NAME, nodes=NODES) "
+                f"in Python; {nearest(name.partition(':')[0], sorted(_presets()))}"
+            )
         data = read_yaml(path, "cluster file")
         if isinstance(data, dict) and isinstance(data.get("calibration"), str):
             data["calibration"] = Calibration.load(Path(path).parent / data["calibration"])

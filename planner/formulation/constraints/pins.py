@@ -85,8 +85,10 @@ class Pins:
         known |= {"layers", "schedule"}
         unknown = sorted(set(pin) - known, key=str)
         if unknown:
-            told = ", ".join(f"{name!r}{meant(name, known)}" for name in unknown)
-            raise PinError(f"pin has no decision called {told}; known: {', '.join(sorted(known))}")
+            told = "".join(f"; {hint}" for name in unknown if (hint := meant(name, known)))
+            raise PinError(
+                f"pin has no decision called {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}{told}"
+            )
         counts = {name: _count(name, what, pin.pop(name, None)) for name, what in COUNTS.items()}
         schedule = _schedule(pin.pop("schedule", None), counts["virtual_stages"])
         sizes: dict[str, int] = {}

@@ -31,9 +31,9 @@ SYNONYMS = {name: way for way, names in _WAYS.items() for name in names.split()}
 
 
 def meant(name: object, known: Collection[str]) -> str:
-    """``" (for 'tp' pin 'tensor')"``; empty where no pin is like it."""
+    """``"for 'tp' pin 'tensor'"``; empty where no pin is like it."""
     text = str(name).lower().replace("-", "_")
     if text in SYNONYMS:
-        return f" (for {name!r} pin {SYNONYMS[text]})"
+        return f"for {name!r} pin {SYNONYMS[text]}"
     close = difflib.get_close_matches(text, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return f"did you mean {close[0]!r}?" if close else ""
