@@ -390,11 +390,12 @@ class ParallelModule(Fronts):
             sizes = {"pipeline": self.pipeline.size, **sizes}
         if isinstance(self.program, PipelineStep):
             sizes |= {"micro-batches": self.program.spec.micro_batches.count}
+        rank = dist.get_rank() if dist.is_initialized() else self.rank
         whole = sum(parameter.numel() for parameter in self._original[0].parameters())
         here = sum(_part(parameter).numel() for parameter in self.parameters())
         return (
             f"ParallelModule({type(self._original[0]).__name__}, {whole:,} parameters, {here:,} of them on rank "
-            f"{dist.get_rank()}; {sizes_text(sizes)}; {'train' if self.training else 'eval'} mode)"
+            f"{rank}; {sizes_text(sizes)}; {'train' if self.training else 'eval'} mode)"
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
