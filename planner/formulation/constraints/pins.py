@@ -126,7 +126,7 @@ class Pins:
             isinstance(path, str) and isinstance(axes, Mapping) for path, axes in layers.items()
         ):
             raise PinError(
-                f"pin 'layers' is {layers!r}; it maps a module path (with * and ?) to {{axis name: strategy}}"
+                f"pin 'layers' maps a module path (with * and ?) to {{axis name: strategy}}, and is {layers!r}"
             )
         return Pins(
             sizes,

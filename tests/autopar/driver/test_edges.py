@@ -276,8 +276,10 @@ def test_hooks_are_captured_with_a_warning_or_refused() -> None:
 
     model = Chain()
     model.layers[2].register_forward_hook(doubles)
+    batch = {"x": torch.randn(64, 256)}
     with pytest.warns(PlanWarning, match=r"doubles is a forward hook on 'layers\.2'"):
-        autopar.verify(model, CLUSTER, example_kwargs={"x": torch.randn(64, 256)}, pin={"tensor": 2})
+        plan = autopar.plan(model, CLUSTER, example_kwargs=batch, pin={"tensor": 2})
+    autopar.verify(model, plan, example_kwargs=batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         trace(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), (torch.ones(2, 4),))
