@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         InputError,
         PinError,
         PlanError,
+        PlanWarning,
     )
     from planner.cost.cluster import ClusterSpec
     from planner.plan.plan import Plan
@@ -38,6 +39,7 @@ _LAZY = {
     "PinError": "planner.base.errors",
     "Plan": "planner.plan.plan",
     "PlanError": "planner.base.errors",
+    "PlanWarning": "planner.base.errors",
     "evaluate": "autopar.driver.plan",
     "export_safetensors": "autopar.checkpoint.export",
     "load_checkpoint": "autopar.checkpoint.load",
@@ -58,6 +60,7 @@ __all__ = [
     "PinError",
     "Plan",
     "PlanError",
+    "PlanWarning",
     "evaluate",
     "export_safetensors",
     "load_checkpoint",

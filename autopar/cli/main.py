@@ -7,6 +7,7 @@ are known to be right (:mod:`autopar.cli.arguments`). An error of the user's is 
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import autopar
-from planner.base.errors import AutoparError, InputError
+from planner.base.errors import AutoparError, InputError, PlanWarning
 from planner.base.stdout import keep_stdout
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def plan(
         from autopar.driver.plan import plan
 
         loaded = model_loading.load(name, batch, seq, forms, dtype=cast)
+        warnings.simplefilter("ignore", PlanWarning)  # the report begins with the same
         found = plan(
             loaded.model,
             where,
@@ -231,8 +233,6 @@ def profile(
 ) -> None:
     """Measure this machine, so that plans for it are priced by what it does."""
     _check_writable(out, cluster)
-    if out.is_dir() or (cluster is not None and cluster.is_dir()):
-        raise InputError(f"cannot write {str(out if out.is_dir() else cluster)!r}: it is a directory")
     with _status("importing torch") as say:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the processes
         from autopar.measure import profile as profiling
@@ -330,6 +330,8 @@ def _check_writable(*paths: Path | None) -> None:
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():
             raise InputError(f"cannot write {str(path)!r}: there is no directory {str(path.absolute().parent)!r}")
+        if path is not None and path.is_dir():
+            raise InputError(f"cannot write {str(path)!r}: it is a directory; give the name of a file in it")
 
 
 def _write(plan: Plan, out: Path | None, html: Path | None, trace: Path | None) -> None:

@@ -11,7 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.capture.capture import LossFn
-from autopar.driver.arguments import Progress, check_arguments, given_plan, say, training_of
+from autopar.driver.arguments import (
+    Progress,
+    check_arguments,
+    check_reporting,
+    check_search,
+    check_source,
+    given_plan,
+    say,
+    training_of,
+    warn,
+)
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.process_group import start_process_group
 from autopar.driver.rank_agreement import arguments, captured, check_alike
@@ -36,6 +46,11 @@ from planner.formulation.training import Training
 from planner.plan.plan import Plan
 from planner.search.search import GAP
 from planner.solve.transfers import TransferSchedule
+
+RANDOM = (
+    "{} is on the meta device and no state_dict is given: its modules initialise themselves, at random from seed {}. "
+    "To train on from weights, give state_dict= the original's dict, or the path of a file or checkpoint of it"
+)
 
 
 @on_one_stack
@@ -83,6 +98,9 @@ def parallelize(
             takes of it.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
+    check_search("capture", time_limit_s, gap, max_axes)
+    check_reporting(pipelines, progress)
+    check_source(state_dict, seed)
     training = training_of(optimizer_bytes_per_element)
     if plan is not None and pin:
         raise PinError("a plan is already decided, so pin has nothing left to fix: give plan or pin, not both")
@@ -110,6 +128,9 @@ def parallelize(
     traced = _traced_alike(model, example_args, example_kwargs, loss_fn)
     if plan is None:
         plan = _plan_on_rank_0(traced, cluster, pins, training, pipelines, time_limit_s, gap, max_axes, progress)
+    warn(plan.notes)
+    if state_dict is None and any(parameter.is_meta for parameter in model.parameters()):
+        warn([RANDOM.format(type(model).__name__, seed)])
     assignment = assign(traced, plan)
     assignment, micro_batched = staged(plan, assignment)
     stage_mesh = plan.mesh.micro_batched(1)

@@ -11,7 +11,17 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.capture import LossFn
-from autopar.driver.arguments import Fold, Progress, check_arguments, check_search, given_plan, say, training_of
+from autopar.driver.arguments import (
+    Fold,
+    Progress,
+    check_arguments,
+    check_reporting,
+    check_search,
+    given_plan,
+    say,
+    training_of,
+    warn,
+)
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched
 from autopar.emit.stage_programs import check_micro_batched
@@ -78,11 +88,12 @@ def plan(
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     check_search(fold, time_limit_s, gap, max_axes)
+    check_reporting(pipelines, progress)
     training = training_of(optimizer_bytes_per_element)
     pins = Pins.parse(pin)
     say(progress, f"capturing {type(model).__name__}")
     traced = trace(model, example_args, example_kwargs, loss_fn, fold)
-    return plan_traced(
+    found = plan_traced(
         traced,
         cluster,
         pins,
@@ -94,6 +105,8 @@ def plan(
         max_axes=max_axes,
         progress=progress,
     )
+    warn(found.notes)
+    return found
 
 
 def _runs_micro_batched(traced: Traced) -> bool:
@@ -170,7 +183,10 @@ def evaluate(
         PlanError: the plan does not fit the model.
     """
     plan = given_plan(plan)
-    return reprice(plan, assign(trace(model, example_args, example_kwargs, loss_fn), plan))
+    check_arguments(model, plan.cluster, example_args, example_kwargs)
+    found = reprice(plan, assign(trace(model, example_args, example_kwargs, loss_fn), plan))
+    warn(found.notes)
+    return found
 
 
 def assign(traced: Traced, plan: Plan) -> Assignment:

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.capture import Captured, LossFn, capture
+from autopar.capture.hooks import check_hooks
 from autopar.capture.lowering import lower
-from autopar.driver.arguments import Fold
+from autopar.driver.arguments import Fold, warn
 from autopar.graph.cpython import no_garbage, on_one_stack
 from planner.base.errors import InputError
 from planner.ir.graph import Graph
@@ -45,6 +46,7 @@ def trace(
 ) -> Traced:
     """Capture and lower a model; see :func:`autopar.capture.capture.capture`, and :func:`plan` for ``fold``."""
     start = time.monotonic()
+    warn(check_hooks(model))
     captured = capture(model, example_args, example_kwargs, loss_fn, fold=fold == "capture")
     graph = lower(captured)
     check_positions(graph)

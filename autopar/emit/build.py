@@ -138,6 +138,7 @@ def build(
     made = ParallelModule(
         program,
         interface,
+        original=model,
         mesh=assignment.space.mesh.micro_batched(1),
         device_mesh=device_mesh,
         rank=rank,

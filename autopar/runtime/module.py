@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -36,11 +38,14 @@ from autopar.runtime.pipeline.trace import observed, save_together
 from autopar.runtime.spmd.interface import Interface, LeafSpec
 from autopar.runtime.spmd.mesh import as_dtensor, contiguous_strides, groups_of, placements
 from autopar.runtime.spmd.module_tree import lookup, register
+from autopar.runtime.spmd.original import Fronts, fill, warn_of_module
 from autopar.runtime.spmd.parameters import local_parts, renew
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
+from autopar.runtime.spmd.pretrained import save_pretrained
 from autopar.runtime.spmd.run_state import RunState
-from autopar.runtime.spmd.state_dict import on_all_stages, part_like, whole_state
+from autopar.runtime.spmd.state_dict import on_all_stages, part_like, whole_tensors
 from planner.base.errors import InputError, PlanError
+from planner.base.formatting import sizes_text
 from planner.ir.layout import Mesh
 from planner.plan.timeline import StepTimeline
 
@@ -48,12 +53,15 @@ Program = GraphModule | PipelineStep
 """Leaves -> outputs and updates."""
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Fronts):
     """One rank's share of a parallelized model; an ordinary module of DTensor parameters.
+
+    It has the attributes of the original, see :mod:`autopar.runtime.spmd.original`.
 
     Args:
         program: the root of the emitted program.
         interface: how it maps onto the model.
+        original: the model.
         mesh: the planner's mesh.
         device_mesh: the torch mesh of the same axes.
         rank: this process's rank.
@@ -66,11 +74,15 @@ class ParallelModule(nn.Module):
         offload: moves parameters and gradients between tiers, if they move.
     """
 
+    _is_accelerate_prepared = True  # for accelerate and its Trainer: this is not to be wrapped, moved or sharded
+    accepts_loss_kwargs = False  # for Transformers' Trainer: a plan is for the inputs that it was made with
+
     def __init__(
         self,
         program: Program,
         interface: Interface,
         *,
+        original: nn.Module,
         mesh: Mesh,
         device_mesh: DeviceMesh,
         rank: int,
@@ -96,13 +108,14 @@ class ParallelModule(nn.Module):
             elif leaf.kind == "const":
                 self._constants[leaf.name] = make_part(leaf)
         self._everywhere = dict(names)
-        for name, first in names.items():
-            if first in tensors:
-                register(self, name, tensors[first], name not in not_saved)
         self._leaf_names = {leaf.name: leaf for leaf in interface.leaves if leaf.kind in ("param", "buffer")}
         self.buckets = Buckets()
+        for name, first in names.items():
+            if first in tensors:
+                register(self, original, name, tensors[first], name not in not_saved)
         self._let_gradients_know()
         self.train(interface.captured_training)
+        self._original = (original,)  # last: from now on what is the original's own cannot be set
 
     def _stored(self, leaf: LeafSpec, part: Tensor) -> Tensor:
         if leaf.kind == "buffer":
@@ -258,7 +271,7 @@ class ParallelModule(nn.Module):
         if isinstance(self.program, PipelineStep):
             groups += [tie.group for tie in self.program.spec.ties]
             groups += [self.program.spec.trainers.group] if self.program.spec.trainers is not None else []
-        shared = (self.interface, self.mesh, self.device_mesh, self.pipeline, *groups)
+        shared = (self.interface, self.mesh, self.device_mesh, self.pipeline, *self._original[0].modules(), *groups)
         memo.update({id(value): value for value in shared})
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
@@ -404,7 +417,62 @@ class ParallelModule(nn.Module):
         Raises:
             DiskError: a parameter is in a file that cannot be read.
         """
-        return whole_state(self.state_dict(), self._everywhere, self.pipeline, self._device)
+        return dict(whole_tensors(self.state_dict(), self._everywhere, self.pipeline, self._device))
+
+    @property
+    def module(self) -> nn.Module:
+        """The original, with the parameters and buffers that it had when the model was parallelized; warns of it.
+
+        :meth:`gather_module` gives it those that are trained.
+        """
+        warn_of_module(type(self._original[0]).__name__)
+        return self._original[0]
+
+    def gather_module(self) -> nn.Module:
+        """The original, filled with the parameters and buffers as they are now, in place; every rank must call it.
+
+        Each rank then holds the model whole, where its original lies, and takes one whole tensor more meanwhile. What
+        the model never uses stays as it was.
+
+        Raises:
+            DiskError: a parameter is in a file that cannot be read.
+        """
+        fill(self._original[0], self._whole_tensors())
+        return self._original[0]
+
+    @property
+    def save_pretrained(self) -> Callable[..., None]:
+        """Writes what ``save_pretrained`` of the original does, with the parameters and buffers as they are now; takes
+        its arguments. Every rank must call it; rank 0 writes, and holds the model whole on the CPU meanwhile.
+
+        Raises:
+            AttributeError: the original has no ``save_pretrained``.
+            DiskError: a parameter is in a file that cannot be read.
+            InputError: rank 0 cannot write it; on every rank.
+        """
+        if not hasattr(self._original[0], "save_pretrained"):
+            raise AttributeError("save_pretrained")
+        return partial(save_pretrained, self._original[0], self._everywhere, self._whole_tensors)
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer, whole, by its first name."""
+        own = {name: lookup(self, name) for name in self._leaf_names}
+        return whole_tensors(own, dict.fromkeys(self._everywhere.values()), self.pipeline, self._device)
+
+    def __repr__(self) -> str:
+        """One line: what was parallelized, how, and how much of it is here."""
+        sizes = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
+        if self.pipeline is not None:
+            sizes = {"pipeline": self.pipeline.size, **sizes}
+        if isinstance(self.program, PipelineStep):
+            sizes |= {"micro-batches": self.program.spec.micro_batches.count}
+        rank = dist.get_rank() if dist.is_initialized() else self.rank
+        whole = sum(parameter.numel() for parameter in self._original[0].parameters())
+        here = sum(_part(parameter).numel() for parameter in self.parameters())
+        return (
+            f"ParallelModule({type(self._original[0]).__name__}, {whole:,} parameters, {here:,} of them on rank "
+            f"{rank}; {sizes_text(sizes)}; {'train' if self.training else 'eval'} mode)"
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors (the original model's dict) or DTensors (another plan's, on this mesh).
@@ -433,6 +501,10 @@ class ParallelModule(nn.Module):
             return value
         leaf = next(spec for spec in self._leaf_names.values() if lookup(self, spec.name) is lookup(self, name))
         return part_like(name, value, own, leaf.layout, self.mesh, self.device_mesh, self.rank)
+
+
+def _part(parameter: Tensor) -> Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _is_cut(parameter: Tensor) -> bool:

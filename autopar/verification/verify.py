@@ -24,7 +24,7 @@ from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.capture import LossFn, _example_inputs
-from autopar.driver.arguments import check_arguments, given_plan
+from autopar.driver.arguments import check_arguments, check_comparison, given_plan
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched
@@ -305,6 +305,7 @@ def verify(
         cluster_or_plan = given_plan(cluster_or_plan, "cluster_or_plan", "a ClusterSpec, a Plan,")
     cluster = cluster_or_plan.cluster if isinstance(cluster_or_plan, Plan) else cluster_or_plan
     check_arguments(model, cluster, example_args, example_kwargs, pin)
+    check_comparison(mesh, rtol)
     if isinstance(cluster_or_plan, Plan) and (pin or mesh):
         raise PinError("a plan is already decided, so pin and mesh have nothing left to fix: give a cluster instead")
     with _telling(model, "capturing and planning the model"):

@@ -1,11 +1,12 @@
-"""Errors that users meet; each message names the thing, the numbers and the way out.
-Each message names the thing, the numbers and the way out.
-
-"""
+"""Errors and warnings that users meet; each message names the thing, the numbers and the way out."""
 
 
 class AutoparError(Exception):
     """Base of every error that autopar raises for its users."""
+
+
+class PlanWarning(UserWarning):
+    """What was asked for can be done, and may not be what was meant; to be filtered as any warning."""
 
 
 class CaptureError(AutoparError):

@@ -8,11 +8,12 @@ from typing import Any
 
 import yaml
 
-from planner.base.errors import ClusterError
+from planner.base.errors import AutoparError, ClusterError
 
 
 def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
     """The contents of a YAML or JSON file; raises :class:`ClusterError` that says ``what`` file cannot be read."""
+    check_path(path, what, ClusterError)
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
     except OSError as error:
@@ -21,6 +22,12 @@ def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
         raise ClusterError(f"{what} {os.fspath(path)!r} nests lists without end: write it anew") from error
     except Exception as error:  # besides its own, the reader raises what a wrong number, date or tag makes it meet
         raise ClusterError(f"{what} {os.fspath(path)!r} is neither YAML nor JSON: {error}") from error
+
+
+def check_path(path: object, what: str, error: type[AutoparError]) -> None:
+    """Raise ``error`` unless ``path`` is one; ``what``: it is of."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise error(f"the {what} is {path!r}: give the path of a file")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -84,6 +84,12 @@ class Described(BaseModel):
         except ValidationError as error:
             raise ClusterError("\n".join(_complaints(type(self), error))) from None
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise ClusterError(
+            f"{type(self).__name__} cannot be changed, so that plans of it stay true: make another one with "
+            f".model_copy(update={{{name!r}: {value!r}}})"
+        )
+
 
 def _complaints(model: type[BaseModel], error: ValidationError) -> Iterable[str]:
     """One line per wrong field: its name, its value, the way out."""
@@ -105,7 +111,33 @@ def _complaints(model: type[BaseModel], error: ValidationError) -> Iterable[str]
             if problem["type"] == "missing":
                 yield f"{path} is missing{way_out}"
             else:
-                yield f"{path} is {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}{way_out}"
+                yield f"{path} is {problem['input']!r}: {_expected(problem)}{way_out}"
+
+
+_EXPECTED = {
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be greater than or equal to {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be less than or equal to {le}",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "literal_error": "must be {expected}",
+    "tuple_type": "must be a list",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+    "model_type": "must be a mapping with fields",
+    "value_error": "{error}",
+}
+"""What a field takes, in our words, by the kind of complaint."""
+
+
+def _expected(problem: Mapping[str, Any]) -> str:
+    """What a field takes, where it was given something else."""
+    words = _EXPECTED.get(problem["type"])
+    return "cannot be read" if words is None else words.format(**problem.get("ctx", {}))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from planner.base import host as machine
 from planner.base.errors import ClusterError
-from planner.base.files import read_yaml, write_text
+from planner.base.files import check_path, read_yaml, write_text
 from planner.base.units import (
     FROZEN,
     Bytes,
@@ -275,8 +275,8 @@ class ClusterSpec(Described):
         name or a count that the machine cannot have.
         """
         files = _presets()
-        if name not in files:
-            raise ClusterError(f"there is no preset {name!r}; {nearest(name, sorted(files))}")
+        if not isinstance(name, str) or name not in files:
+            raise ClusterError(f"there is no preset {name!r}; {nearest(str(name), sorted(files))}")
         for what, count in (("nodes", nodes), ("devices", devices)):
             if count is not None:
                 _check_count(f"preset {name!r}", what, count)
@@ -375,11 +375,18 @@ class ClusterSpec(Described):
 
         Raises :class:`ClusterError` naming what is wrong.
         """
+        check_path(path, "cluster file", ClusterError)
         name = os.fspath(path)
         if name in _presets() and not Path(path).exists():
             raise ClusterError(
                 f"cluster file {name!r} cannot be read: there is no such file, but a preset of that name: write "
                 f"preset:{name} on the command line, ClusterSpec.preset({name!r}) in Python"
+            )
+        if not Path(path).exists():
+            raise ClusterError(
+                f"cluster file {name!r} cannot be read: No such file or directory; give a file's path, or a preset: "
+                "preset:NAME:NODES on the command line (or local:4, or detect), ClusterSpec.preset(NAME, nodes=NODES) "
+                f"in Python; {nearest(name.partition(':')[0], sorted(_presets()))}"
             )
         data = read_yaml(path, "cluster file")
         if isinstance(data, dict) and isinstance(data.get("calibration"), str):

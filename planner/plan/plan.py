@@ -26,7 +26,7 @@ from planner.analysis.pipeline.staged import Staged, price
 from planner.analysis.planned_step import planned_step
 from planner.analysis.prediction import Prediction
 from planner.base.errors import PlanError, ScheduleError
-from planner.base.files import write_text
+from planner.base.files import check_path, write_text
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.zero import check_together
 from planner.formulation.decision_names import variable_names
@@ -44,6 +44,7 @@ from planner.plan.document.encoding import parse as parse_json
 from planner.plan.document.entries import check_entries, stray
 from planner.plan.document.fingerprint import coverage
 from planner.plan.document.model_mismatch import difference
+from planner.plan.document.notes import notes
 from planner.plan.document.remat_names import Stated, read_amounts, read_by_number
 from planner.plan.document.validation import check_consistent
 from planner.search.block_splitting import finer
@@ -86,6 +87,7 @@ class Plan(Document):
         Raises:
             PlanError: a number of the plan is not finite, or the file cannot be written.
         """
+        check_path(path, "file to save the plan in", PlanError)
         try:
             text = dump(self.to_dict())
         except ValueError as error:
@@ -101,6 +103,7 @@ class Plan(Document):
         Raises:
             PlanError: no such file, not JSON, not a plan, of another version, or with a field missing or wrong.
         """
+        check_path(path, "plan", PlanError)
         name = os.fspath(path)
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -318,6 +321,7 @@ def describe(
     for number, instance in enumerate(space.folded.instances):
         at.setdefault(instance.kind, []).append(number)
     stated = Stated.of(assignment, staged)
+    unknown, stages = coverage(space.graph), 1 if staged is None else staged.pipeline.ranks
     return Plan(
         model=model,
         cluster=space.cost.cluster,
@@ -345,7 +349,8 @@ def describe(
         pipeline=None if staged is None else _pipeline(staged, stated.by_number(staged, assignment), space.unsharding),
         transfer_schedules=transfer_schedules,
         optimizer_bytes_per_element=space.training.optimizer_bytes_per_element,
-        coverage=coverage(space.graph),
+        coverage=unknown,
+        notes=notes(assignment, model, unknown, predicted, stages),
         decided=assignment,
     )
 

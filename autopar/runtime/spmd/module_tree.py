@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-
-class ParameterHolder(nn.Module):
-    """Holds parameters and buffers where the original model's submodule held them."""
+from autopar.runtime.spmd.original import ParameterHolder
 
 
-def register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
-    """Put a parameter or buffer where the original model has it.
+def register(root: nn.Module, original: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
+    """Put a parameter or buffer where the original model has it, whatever attributes the root has of that name.
 
     Args:
         saved: whether a buffer is part of the state dict.
@@ -18,15 +16,18 @@ def register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
     *path, last = name.split(".")
     module = root
     for part in path:
+        original = original.get_submodule(part)
         if part not in module._modules:
-            module.add_module(part, ParameterHolder())
+            module._modules[part] = ParameterHolder(original)
         child = module._modules[part]
         assert child is not None
         module = child
     if isinstance(tensor, nn.Parameter):
-        module.register_parameter(last, tensor)
-    else:
-        module.register_buffer(last, tensor, persistent=saved)
+        module._parameters[last] = tensor
+        return
+    module._buffers[last] = tensor
+    if not saved:
+        module._non_persistent_buffers_set.add(last)
 
 
 def lookup(root: nn.Module, name: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,21 +25,21 @@ UNCHANGED = (
 """What is so where a state dict cannot be taken from files, or put there."""
 
 
-def whole_state(
+def whole_tensors(
     own: Mapping[str, Tensor], names: Iterable[str], pipeline: PipelineRanks | None, device: torch.device
-) -> dict[str, Tensor]:
-    """What all stages hold, whole, on the CPU; every rank must call it.
+) -> Iterator[tuple[str, Tensor]]:
+    """What all stages hold, whole, on the CPU, one tensor after the other; every rank must take all of them.
 
     Args:
         own: what this rank holds.
         names: of what all stages may hold, in order.
     """
     if pipeline is None:
-        return {name: _on_cpu(name, value) for name, value in own.items()}
+        yield from ((name, _on_cpu(name, value)) for name, value in own.items())
+        return
     forms = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
     stages: list[dict[str, Any]] = [{} for _ in range(pipeline.size)]
     dist.all_gather_object(stages, forms, group=pipeline.ranks)
-    found = {}
     for name in names:
         home = next((number for number, held in enumerate(stages) if name in held), None)
         if home is None:
@@ -49,8 +49,7 @@ def whole_state(
             shape, dtype = stages[home][name]
             value = torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(value, pipeline.global_rank(home), pipeline.ranks)
-        found[name] = value.cpu()
-    return found
+        yield name, value.cpu()
 
 
 def part_like(

@@ -140,6 +140,12 @@ def _micro_batched(call: Inner) -> bool:
 def _check_recipe(graph: Graph, mesh: Mesh, dims: Mapping[str, Labels]) -> None:
     """Refuse sizes that the dims that they share do not divide."""
     parts = ranks_sharing(mesh, "batch")
+    inputs = {leaf.target: leaf.results[0].shape for leaf in graph.leaves if leaf.op == "input"}
+    if parts > 1 and inputs and all(shape[:1] in ((), (1,)) for shape in inputs.values()):
+        raise PinError(
+            f"{described('batch', mesh.names)} is {parts}, but the batch is 1 in {' and '.join(map(repr, inputs))}, so "
+            "that all ranks would compute the same: give a global batch that it divides, or pin 'tensor' or 'context'"
+        )
     for leaf in graph.leaves:
         shape = leaf.results[0].shape
         if leaf.op == "input" and shape and shape[0] > 1 and shape[0] % parts:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from planner.base.errors import PinError
 from planner.formulation.constraints.roles import ROLES, WEIGHTS, sharing
+from planner.formulation.constraints.synonyms import meant
 from planner.formulation.constraints.zero import Ways, Zero, levels_alone, read_zero, unshardings
 from planner.formulation.remat.levels import COMPUTED, Level
 from planner.formulation.training import Activations, Tier, Update
@@ -87,10 +88,11 @@ class Pins:
         pin = dict(pin or {})
         known = {*ROLES, *COUNTS, "sequence_parallel", "zero", "recompute", "offload", "update", "activations"}
         known |= {"layers", "schedule", "batch_norm"}
-        unknown = sorted(set(pin) - known)
+        unknown = sorted(set(pin) - known, key=str)
         if unknown:
+            told = "".join(f"; {hint}" for name in unknown if (hint := meant(name, known)))
             raise PinError(
-                f"pin has no decision called {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}"
+                f"pin has no decision called {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}{told}"
             )
         counts = {name: _count(name, what, pin.pop(name, None)) for name, what in COUNTS.items()}
         schedule = _schedule(pin.pop("schedule", None), counts["virtual_stages"])
@@ -125,8 +127,10 @@ class Pins:
         update = _update(pin.pop("update", None), offload)
         activations = _activations(pin.pop("activations", None), offload)
         layers = pin.pop("layers", {})
-        if not isinstance(layers, Mapping) or not all(isinstance(v, Mapping) for v in layers.values()):
-            raise PinError("pin 'layers' maps a module path (with * and ?) to {axis name: strategy}")
+        if not isinstance(layers, Mapping) or not all(isinstance(axes, Mapping) for axes in layers.values()):
+            raise PinError(
+                f"pin 'layers' maps a module path (with * and ?) to {{axis name: strategy}}, and is {layers!r}"
+            )
         for path, wanted in layers.items():
             if not all(isinstance(each, str) for each in (path, *wanted, *wanted.values())):
                 raise PinError(

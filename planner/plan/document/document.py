@@ -122,6 +122,7 @@ class Document:
         transfer_schedules: what a step moves between device and host, on each rank of the pipeline; empty: nothing, all
             model data is on the device.
         coverage: operators that the op table does not know -> how often they occur; they run replicated.
+        notes: what of it may not have been meant, see :mod:`planner.plan.document.notes`.
         recorded: the details that a file brought along.
         assignment: the decisions themselves, where the plan was made in this process, as ``decided``; not part of the
             file, nor of what :func:`dataclasses.replace` makes of a plan, since that may decide otherwise.
@@ -143,6 +144,7 @@ class Document:
     transfer_schedules: tuple[TransferSchedule, ...] = ()
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element
     coverage: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     recorded: Account | None = field(default=None, compare=False, repr=False)
     assignment: Assignment | None = field(default=None, init=False, compare=False, repr=False)
     decided: InitVar[Assignment | None] = None

@@ -45,7 +45,7 @@ FIELDS = (
         "pin",
     ),
     *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "coverage"),
-    *("search", "predicted", "details", "leaves"),
+    *("notes", "search", "predicted", "details", "leaves"),
 )
 
 
@@ -91,6 +91,7 @@ def encode(document: Document) -> dict[str, Any]:
         "cluster": document.cluster.to_dict(),
         "optimizer_bytes_per_element": document.optimizer_bytes_per_element,
         **decisions(document),
+        **({"notes": list(document.notes)} if document.notes else {}),
         "search": {**asdict(search), "candidates": list(search.candidates)},
         "predicted": _prediction(predicted),
         "details": [
@@ -305,6 +306,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         if "transfer_schedule" in data
         else (),
         "optimizer_bytes_per_element": field("optimizer_bytes_per_element", _read_bytes),
+        "notes": field("notes", partial(read, tuple[str, ...])) if "notes" in data else (),
         "recorded": Account(
             field("details", partial(read, tuple[BlockDetail, ...], readers=CALLS)),
             field("leaves", partial(read, Mapping[str, LeafDetail], readers=CALLS)),

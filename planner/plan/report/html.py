@@ -121,11 +121,12 @@ def _pill(text: str, tone: str = "") -> str:
 
 
 def _note(document: Document) -> str:
+    notes = "".join(f'<div class="note">{escape(note)}</div>' for note in document.notes)
     if not document.coverage:
-        return ""
+        return notes
     ops = ", ".join(f"{times} × <code>{escape(op)}</code>" for op, times in document.coverage.items())
     return (
-        f'<div class="note"><b>Not in the op table</b>, so computed whole on every rank: {ops}. '
+        f'{notes}<div class="note"><b>Not in the op table</b>, so computed whole on every rank: {ops}. '
         "See docs/adding_an_op.md.</div>"
     )
 

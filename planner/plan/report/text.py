@@ -101,7 +101,8 @@ def _head(document: Document) -> str:
     ]
     title = f"{document.model['class']}, {document.model['parameters']:,} parameters"
     told = in_paragraph(f"  {sentence(document)}", "  ")
-    return "\n".join([f"{title}, on {document.cluster.name}: {devices}", told, labelled(rows)])
+    notes = [in_paragraph(f"! {note}", "  ") for note in document.notes]
+    return "\n".join([f"{title}, on {document.cluster.name}: {devices}", told, *notes, labelled(rows)])
 
 
 def _stages(document: Document) -> list[tuple[str, str]]:

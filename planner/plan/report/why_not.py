@@ -150,6 +150,10 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
     if plan.assignment is None:
         raise PlanError(WITHOUT_GRAPH)
     check_time_limit(time_limit_s)
+    if not pin:
+        raise PinError(
+            f"why_not takes a recipe to compare with, and was given {pin!r}: give pins, e.g. {{'tensor': 8}}"
+        )
     if Pins.parse(pin).tier != "device":
         raise PinError(
             f"pin 'offload' is {pin['offload']!r}, and why_not compares plans with all model data on the device: plan "

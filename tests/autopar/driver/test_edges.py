@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +15,7 @@ import autopar
 from autopar.driver.plan import assign
 from autopar.driver.trace import trace
 from autopar.verification.simulator import Simulation
-from planner.base.errors import CaptureError, ClusterError, InputError, PinError, PlanError
+from planner.base.errors import CaptureError, ClusterError, InputError, PinError, PlanError, PlanWarning
 
 X = torch.randn(8, 16)
 CLUSTER = autopar.ClusterSpec.local(2, memory_bytes=2**30, cores=2)
@@ -179,12 +184,162 @@ def test_more_positions_than_a_table_has():
         ({"gap": "0.1 %"}, InputError, "gap is '0.1 %'; give the part"),
         ({"gap": 1.0}, InputError, "below 1"),
         ({"optimizer_bytes_per_element": -8}, InputError, "at least 0"),
+        ({"pipelines": "yes"}, InputError, "pipelines is 'yes'; give True"),
+        ({"progress": 3}, InputError, "progress is 3; give a function"),
+        ({"model": nn.DataParallel(Scaled())}, InputError, r"wrapped in DataParallel.*give model\.module"),
+        ({"model": torch.compile(Scaled())}, InputError, r"wrapped in OptimizedModule.*give model\._orig_mod"),
+        ({"example_kwargs": {"x": X[:0]}}, InputError, r"input \['x'\] has shape \(0, 16\), a batch of 0"),
+        ({"example_kwargs": {"x": X.to_sparse()}}, InputError, r"torch\.sparse_coo: give it dense"),
+        ({"example_kwargs": {"x": X[:1]}, "pin": {"data": 2}}, PinError, "'data' is 2, but the batch is 1 in 'x'"),
+        ({"pin": {"tp": 2}}, PinError, "no decision called 'tp'; known: .*; for 'tp' pin 'tensor'"),
+        ({"pin": {"DDP": 2}}, PinError, "for 'DDP' pin 'data'"),
+        ({"pin": {"fsdp": True}}, PinError, "for 'fsdp' pin 'data' with 'zero': 3"),
+        ({"pin": {"ep": 2}}, PinError, "for 'ep' pin 'tensor', which also shards the weights of experts"),
+        ({"pin": {"gradient-accumulation-steps": 4}}, PinError, "pin 'micro_batches'"),
+        ({"pin": {"tensr": 2}}, PinError, "did you mean 'tensor'"),
+        ({"pin": {3: 2}}, PinError, "no decision called 3; known"),
+        ({"pin": {"layers": {3: {"tensor": "n"}}}}, PinError, "maps a module path"),
     ],
 )
 def test_arguments_of_the_wrong_kind(arguments, error, what):
     given = {"model": Scaled(), "cluster": CLUSTER, "example_kwargs": {"x": X}} | arguments
     with pytest.raises(error, match=what):
         autopar.plan(given.pop("model"), given.pop("cluster"), **given)
+
+
+PLAN = autopar.plan(Scaled(), CLUSTER, example_kwargs={"x": X})
+PARALLELIZE = partial(autopar.parallelize, Scaled(), CLUSTER, example_kwargs={"x": X})
+VERIFY = partial(autopar.verify, Scaled(), CLUSTER, example_kwargs={"x": X})
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "what"),
+    [
+        (partial(PARALLELIZE, seed="a"), InputError, "seed is 'a'; give a whole number"),
+        (partial(PARALLELIZE, state_dict=5), InputError, "state_dict is 5; give the original's"),
+        (partial(PARALLELIZE, gap="x"), InputError, "gap is 'x'"),
+        (partial(PARALLELIZE, max_axes=9), InputError, "max_axes is 9"),
+        (partial(VERIFY, mesh="data"), InputError, "mesh is 'data'; give how many ranks"),
+        (partial(VERIFY, mesh={"data": -2}), InputError, "give how many ranks each axis has"),
+        (partial(VERIFY, rtol="a"), InputError, "rtol is 'a'; give the largest relative error"),
+        (partial(autopar.Plan.load, None), PlanError, "the plan is None: give the path"),
+        (partial(PLAN.save, None), PlanError, "is None: give the path"),
+        (partial(PLAN.why_not, None), PinError, "was given None: give pins"),
+        (partial(PLAN.why_not, {"pp": 2}), PinError, "for 'pp' pin 'pipeline'"),
+        (partial(autopar.ClusterSpec.load, None), ClusterError, "is None: give the path"),
+        (partial(autopar.ClusterSpec.load, "h100:8"), ClusterError, "preset:NAME:NODES.*did you mean 'dgx-h100'"),
+        (partial(autopar.ClusterSpec.preset, ["a"]), ClusterError, r"there is no preset \['a'\]; there are: cpu"),
+        (partial(autopar.ClusterSpec.local, 2, memory_bytes=-1), ClusterError, "is -1: must be greater than 0"),
+        (partial(setattr, CLUSTER, "name", "b"), ClusterError, "cannot be changed.*model_copy"),
+    ],
+)
+def test_every_door_says_what_to_give(call: Callable[[], object], error: type[Exception], what: str) -> None:
+    with pytest.raises(error, match=what):
+        call()
+
+
+class Outputs(Scaled):
+    def forward(self, x, scale=1.0):
+        return self.l(x) * scale
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (Outputs(), "Outputs returns no loss.*labels, for Transformers.*loss_fn"),
+        (Scaled().requires_grad_(False), "Scaled trains nothing: none of its 272 parameters"),
+        (Scaled().eval(), r"Scaled is in eval mode.*call model\.train\(\)"),
+        (Scaled(), "All 2 ranks compute the whole step: nothing is sharded"),
+    ],
+)
+def test_what_may_not_be_meant_begins_the_report_and_is_warned_of(model: nn.Module, what: str) -> None:
+    with pytest.warns(PlanWarning, match=what):
+        plan = autopar.plan(model, CLUSTER, example_kwargs={"x": X})
+    again = autopar.Plan.from_dict(plan.to_dict())
+    for text in (str(plan), str(again)):
+        said = " ".join(line for line in text.splitlines()[1:8] if line.startswith(("! ", "  ")))
+        assert re.search(what, re.sub(r"\s+", " ", said))
+    assert any(re.search(what, note) for note in again.notes)
+
+
+def test_a_plan_that_is_as_it_was_meant_says_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not autopar.plan(Chain(), CLUSTER, example_kwargs={"x": torch.randn(64, 256)}, pin={"data": 2}).notes
+
+
+def test_hooks_are_captured_with_a_warning_or_refused() -> None:
+    """What a forward hook computes is in the plan, to the last gradient; what waits for gradients cannot be."""
+
+    def doubles(module, args, output):
+        return output * 2
+
+    model = Chain()
+    model.layers[2].register_forward_hook(doubles)
+    batch = {"x": torch.randn(64, 256)}
+    with pytest.warns(PlanWarning, match=r"doubles is a forward hook on 'layers\.2'"):
+        plan = autopar.plan(model, CLUSTER, example_kwargs=batch, pin={"tensor": 2})
+    autopar.verify(model, plan, example_kwargs=batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        trace(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), (torch.ones(2, 4),))
+
+    for register, what in [
+        (lambda m: m.l.register_full_backward_hook(lambda *_: None), "is a backward hook on 'l'"),
+        (lambda m: m.l.register_full_backward_pre_hook(lambda *_: None), "is a backward hook on 'l'"),
+        (lambda m: m.l.weight.register_hook(lambda g: g * 3), r"on the gradient of 'l\.weight'.*pmodel\.get_parameter"),
+        (lambda m: m.l.weight.register_post_accumulate_grad_hook(lambda p: None), r"on the gradient of 'l\.weight'"),
+    ]:
+        hooked = Scaled()
+        register(hooked)
+        with pytest.raises(InputError, match=what):
+            autopar.plan(hooked, CLUSTER, example_kwargs={"x": X})
+
+
+class Named(nn.Module):
+    """Its attributes are called as those of a parallel module are."""
+
+    def __init__(self):
+        super().__init__()
+        self.state, self.drop, self.classes = nn.Linear(16, 16), nn.Dropout(0.0), 3
+        self.register_buffer("mesh", torch.full((16,), 2.0))
+
+    @property
+    def rate(self):
+        return self.drop.p + 1
+
+    def forward(self, x):
+        return (self.drop(self.state(x)) * self.mesh).square().mean()
+
+    def norm(self):
+        return self.state.weight.norm()
+
+
+def test_what_is_read_of_the_original_and_what_is_refused() -> None:
+    model = Named()
+    with simulated(model, {"x": X}, {"tensor": 2}) as simulation:
+        pmodel = simulation.module
+        expected = model(X)
+        assert torch.allclose(simulation.whole(pmodel(**simulation.inputs((), {"x": X})[1]), (), ()), expected)
+        assert pmodel.classes == 3 and pmodel.rate == 1.0 and pmodel.drop.p == 0.0
+        assert set(pmodel.state_dict()) == set(model.state_dict())
+        assert not hasattr(pmodel, "norm") and not hasattr(pmodel, "save_pretrained")
+        for call, error, what in [
+            (lambda: pmodel.norm, AttributeError, r"Named\.norm is a method.*gather_module\(\)\.norm"),
+            (lambda: pmodel.missing, AttributeError, "neither the parallel module nor its original Named"),
+            (lambda: pmodel.drop(X), InputError, "a Dropout of a parallel module does not run by itself"),
+            (lambda: pmodel.drop.register_forward_hook(print), InputError, "a hook on it would never be called"),
+            (lambda: pmodel.apply(print), InputError, "would find no layer"),
+            (lambda: pmodel.half(), InputError, "would be of torch.float16"),
+            (lambda: setattr(pmodel, "classes", 4), InputError, "would not see the change"),
+            (lambda: setattr(pmodel.drop, "p", 0.5), InputError, "would not see the change"),
+            (lambda: setattr(pmodel, "state", nn.Linear(16, 16)), InputError, "would not see the change"),
+            (lambda: autopar.plan(pmodel, CLUSTER, example_kwargs={"x": X}), InputError, "parallel module already"),
+        ]:
+            with pytest.raises(error, match=what):
+                call()
+        pmodel.note = "mine"  # nothing of the original's
+        assert pmodel.note == "mine"
 
 
 def test_verify_takes_a_plan_or_pins():

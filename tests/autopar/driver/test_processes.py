@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 import autopar
 from autopar.measure.local_processes import LocalProcesses, RankError
 from planner.plan.plan import Plan
-from tests.autopar import by_hand, checkpoints, workers
+from tests.autopar import by_hand, checkpoints, faces, workers
 
 pytestmark = pytest.mark.processes
 
@@ -382,6 +382,11 @@ def test_a_plan_for_more_processes_says_so(pool: LocalProcesses, documents: Call
 
 def test_wrong_inputs_say_what_to_do(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
     pool.run(workers.refuses_wrong_inputs, documents("mlp", {"data": 2}, 2), ranks=2)
+
+
+@pytest.mark.parametrize("pin", [{"data": 2, "zero": 3}, {"pipeline": 2, "micro_batches": 2}], ids=name_of)
+def test_it_has_the_face_of_its_model(pool: LocalProcesses, pin: dict[str, Any], tmp_path: Path) -> None:
+    pool.run(faces.has_the_face_of_its_model, workers.plan_of("gpt2", pin, 2), str(tmp_path), ranks=2)
 
 
 def test_layers_compute_the_whole(pool: LocalProcesses) -> None:

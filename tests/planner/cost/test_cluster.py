@@ -283,8 +283,8 @@ def edited(*path: str | int, value: object) -> dict[str, Any]:
         (edited("levels", 0, "latency_s", value=float("nan")), ["levels[0].latency_s is nan", "finite", "2 us"]),
         (edited("levels", 0, "latency_s", value=float("inf")), ["levels[0].latency_s is inf", "finite", "2 us"]),
         (edited("levels", 0, "size", value=0), ["levels[0].size is 0", "size: 8"]),
-        (edited("levels", 0, "size", value="8"), ["levels[0].size is '8'", "integer", "size: 8"]),
-        (edited("levels", value=[]), ["levels is ()", "at least 1 item", "{name: node, size: 8"]),
+        (edited("levels", 0, "size", value="8"), ["levels[0].size is '8'", "whole number", "size: 8"]),
+        (edited("levels", value=[]), ["levels is ()", "at least 1", "{name: node, size: 8"]),
         (edited("levels", 1, "name", value="node"), ["levels[0] and levels[1] are both called 'node'", "its own"]),
         (edited("device", value="gpu"), ["device is 'gpu'", "memory_bytes: 80 GiB"]),
         (
