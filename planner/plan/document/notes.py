@@ -20,7 +20,7 @@ def notes(
     """What of a plan may not have been meant, each with the way out.
 
     Args:
-        model: facts of it, see :func:`planner.plan.document.fingerprint.model_facts`.
+        model: facts of it, see :func:`planner.plan.document.fingerprint.model_facts`, as far as a file has them.
         coverage: operators that run whole on every rank, see :func:`planner.plan.document.fingerprint.coverage`.
         stages: pipeline ranks.
     """
@@ -29,17 +29,18 @@ def notes(
 
 
 def _of_training(graph: Graph, model: Mapping[str, Any]) -> Iterator[str]:
-    name, parameters = model["class"], graph.applying("param").firsts
+    name, parameters = model.get("class", "the model"), graph.applying("param").firsts
     trains = any(leaf.results[0].grad for leaf in parameters)
-    if model["mode"] == "eval":
+    if model.get("mode") == "eval":
         if trains and graph.roots:
             yield (
                 f"{name} is in eval mode, and the plan is for that: dropout is off, and the parallel module cannot "
                 "train. To train, call model.train() first, also after from_pretrained"
             )
     elif parameters and not trains:
+        count = in_count(sum(leaf.results[0].numel for leaf in parameters))
         yield (
-            f"{name} trains nothing: none of its {in_count(model['parameters'])} parameters has requires_grad, so that "
+            f"{name} trains nothing: none of its {count} parameters has requires_grad, so that "
             "the plan is for forward alone. Set requires_grad on what is to be trained, or call model.eval()"
         )
     elif trains and graph.loss is None:
