@@ -33,7 +33,9 @@ from autopar.runtime.spmd.mesh import as_dtensor, contiguous_strides, groups_of,
 from autopar.runtime.spmd.module_tree import lookup, register
 from autopar.runtime.spmd.parameters import local_parts, renew
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
+from autopar.runtime.spmd.programs import Emitted, Maker, Programs
 from autopar.runtime.spmd.run_state import RunState
+from autopar.runtime.spmd.signature import flat_call
 from autopar.runtime.spmd.state_dict import on_all_stages, part_like, whole_state
 from planner.base.errors import InputError, PlanError
 from planner.ir.layout import Mesh
@@ -59,6 +61,8 @@ class ParallelModule(nn.Module):
         state_bytes: of optimizer state, per element of the parameters, that the plan counts.
         pipeline: the ranks that hold the same part of other stages.
         offload: moves parameters and gradients between tiers, if they move.
+        original: the model; it is asked again for inputs of another form, for which it may be on the meta device.
+        maker: makes programs for these; ``None``: there are none.
     """
 
     def __init__(
@@ -76,19 +80,23 @@ class ParallelModule(nn.Module):
         state_bytes: int,
         pipeline: PipelineRanks | None = None,
         offload: OffloadExecutor | None = None,
+        original: nn.Module | None = None,
+        maker: Maker | None = None,
     ):
         super().__init__()
+        self._original = (original,)  # in a tuple: it is no part of this module
         self.offload, self._state_bytes = offload, state_bytes
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
         self.state, self.pipeline = state, pipeline
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
         tensors: dict[str, Tensor] = {}
-        self._constants: dict[str, Tensor] = {}
+        constants: dict[str, Tensor] = {}
         for leaf in interface.leaves:
             if leaf.kind in ("param", "buffer"):
                 tensors[leaf.name] = self._stored(leaf, make_part(leaf))
             elif leaf.kind == "const":
-                self._constants[leaf.name] = make_part(leaf)
+                constants[leaf.name] = make_part(leaf)
+        self._programs = Programs(Emitted(program, interface, constants), maker)
         self._everywhere = dict(names)
         for name, first in names.items():
             if first in tensors:
@@ -235,9 +243,11 @@ class ParallelModule(nn.Module):
         save_together(self.timeline(), path)
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """Set training mode; a program that was captured in eval mode cannot train."""
+        """Set training mode; a program that was captured in eval mode cannot train, another one is made for it."""
         if mode and not self.interface.captured_training:
-            raise PlanError("the model was captured in eval mode: call model.train() before autopar.parallelize")
+            if self._programs.maker is None:
+                raise PlanError("the model was captured in eval mode: call model.train() before autopar.parallelize")
+            self._programs.maker.check()
         super().train(mode)
         self.state.training = mode
         return self
@@ -253,7 +263,15 @@ class ParallelModule(nn.Module):
         if isinstance(self.program, PipelineStep):
             groups += [tie.group for tie in self.program.spec.ties]
             groups += [self.program.spec.trainers.group] if self.program.spec.trainers is not None else []
-        shared = (self.interface, self.mesh, self.device_mesh, self.pipeline, *groups)
+        shared = (
+            self.interface,
+            self.mesh,
+            self.device_mesh,
+            self.pipeline,
+            self._original,
+            self._programs.maker,
+            *groups,
+        )
         memo.update({id(value): value for value in shared})
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
@@ -264,10 +282,18 @@ class ParallelModule(nn.Module):
     def shard(self, batch: Any) -> Any:
         """This rank's part of a global batch: the same nesting, tensors cut as the plan stores the inputs.
 
+        A batch of another form than planned is cut as that, whole where it does not divide; what it is called with
+        then runs in a program of its own, see :meth:`forward`.
+
         Args:
             batch: keyword inputs (a mapping), or positional ones (a tuple), with global shapes.
         """
-        return self.interface.shard(batch, self.mesh, self.rank, self._device)
+        if self._programs.maker is None:
+            return self.interface.shard(batch, self.mesh, self.rank, self._device)
+        is_named = isinstance(batch, Mapping)
+        call = flat_call((), dict(batch)) if is_named else flat_call(tuple(batch), {})
+        args, kwargs = call.with_values(self._programs.shard(call, self.mesh, self.rank, self._device))
+        return {name: kwargs[name] for name in batch} if is_named else args
 
     @property
     def _device(self) -> torch.device:
@@ -276,23 +302,30 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the global batch, given this rank's part of the inputs.
 
-        Scalars are plain tensors with the global value; other outputs are DTensors of global shape.
+        Scalars are plain tensors with the global value; other outputs are DTensors of global shape. Inputs of a form
+        that did not come before have a program planned and emitted for them first, by all ranks together.
+
+        Raises:
+            InputError: inputs fit no program, or ranks have some of different forms.
+            InfeasibleError: the program for them does not fit in memory.
         """
-        flat, held = self.interface.flatten(args, kwargs), self._held()
-        of_kind = {"input": self.interface.inputs(flat, self.mesh), "const": self._constants}
-        leaves = [of_kind.get(leaf.kind, held)[leaf.name] for leaf in self.interface.leaves]
+        emitted = self._programs.of_parts(self, args, kwargs, self.mesh)
+        interface, program = emitted.interface, emitted.program
+        flat, held = interface.flatten(args, kwargs), self._held()
+        of_kind = {"input": interface.inputs(flat, self.mesh), "const": emitted.constants}
+        leaves = [of_kind.get(leaf.kind, held)[leaf.name] for leaf in interface.leaves]
         with nullcontext() if self.offload is None else self.offload.running(leaves):
-            results = self.program(*leaves)
+            results = program(*leaves)
         if self.offload is not None:
             results = tuple(map(self.offload.apart, results))
         if isinstance(self.program, PipelineStep) and torch.is_grad_enabled():
             # What the program has of the old memory stays as it is.
             renew(self._stored_as(self.program.borrowed))
-        count = len(results) - len(self.interface.updates)
+        count = len(results) - len(interface.updates)
         if self.training:
-            for name, value in zip(self.interface.updates, results[count:], strict=True):
+            for name, value in zip(interface.updates, results[count:], strict=True):
                 self._update(name, value.detach())
-        return self.interface.returned(results[:count], self.device_mesh)
+        return interface.returned(results[:count], self.device_mesh)
 
     def _held(self) -> dict[str, Tensor]:
         """What this rank holds, by name: of a parameter its part, whose gradient is the parameter's."""

@@ -104,9 +104,7 @@ def check_may_have_further(plan: Plan) -> None:
         )
 
 
-def _as_decided(
-    plan: Plan, graph: Graph, model: Mapping[str, Any], mesh: Mesh, stored: StoredLayouts
-) -> Plan | None:
+def _as_decided(plan: Plan, graph: Graph, model: Mapping[str, Any], mesh: Mesh, stored: StoredLayouts) -> Plan | None:
     """The decisions of the first plan, where they make sense for the other graph and fit in memory."""
     like = replace(plan, model=model, pin={}, mesh=mesh)
     try:

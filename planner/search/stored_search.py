@@ -49,9 +49,7 @@ def search_stored(
     cost = CostModel(cluster)
     levels = named_by_kind(folded, map(pins.levels, ways_of_kinds(folded, pins.zero)))
     levels = with_levels_between(levels, decision_graph, cost)
-    context = SearchContext(
-        cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap, stored=stored
-    )
+    context = SearchContext(cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap, stored=stored)
     context.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
     configs = ParallelConfigs((ParallelConfig(1, mesh),), ())
     return using_headroom(context, decision_graph, configs, memory_feasible(context, decision_graph, configs))

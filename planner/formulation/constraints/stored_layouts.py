@@ -100,7 +100,9 @@ class PlannedInputs:
         batch = next((shape[0] for name, shape in shapes.items() if self._is_cut(name) and shape), None)
         found = {}
         for name, shape in shapes.items():
-            like = name if name in self.layouts else self._batch if batch is not None and shape[:1] == (batch,) else None
+            like = (
+                name if name in self.layouts else self._batch if batch is not None and shape[:1] == (batch,) else None
+            )
             found[name] = over_micro_batches(self._layout(shape, like, mesh), mesh)
         return mesh, found
 
