@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,10 +28,13 @@ from autopar.graph.interpreter import on_one_stack
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.programs import Emitted
 from autopar.runtime.spmd.signature import FlatCall, Signature, TensorForm, named_inputs
+from planner.base.errors import PlanError
 from planner.base.formatting import in_seconds
 from planner.formulation.constraints.stored_layouts import PlannedInputs
 from planner.ir.layout import Layout, Mesh, Shard
+from planner.plan.document.document import WITHOUT_GRAPH
 from planner.plan.further import check_may_have_further, further_plan, planned_inputs
+from planner.plan.further_stages import Homes, homes
 from planner.plan.plan import Plan
 
 LOGGER = logging.getLogger("autopar")
@@ -71,7 +74,15 @@ def plan_inputs(
     traced = trace(model, example_args, example_kwargs, loss_fn)
     shapes = {leaf.target: leaf.results[0].shape for leaf in traced.graph.leaves if leaf.op == "input"}
     mesh, layouts = planned_inputs(plan).cut(shapes)
-    return further_plan(plan, traced.graph, traced.facts, mesh, layouts, progress)
+    return further_plan(plan, traced.graph, traced.facts, mesh, layouts, _homes(plan), progress)
+
+
+def _homes(plan: Plan) -> Homes:
+    if plan.pipeline is None:
+        return {}
+    if plan.assignment is None:
+        raise PlanError(WITHOUT_GRAPH)
+    return homes(plan.assignment.space.folded, plan.pipeline)
 
 
 def modes(model: nn.Module) -> Modes:
@@ -88,12 +99,14 @@ class ProgramMaker:
         plan: that of the first program.
         loss_fn: as it was planned with.
         modes: of the model's modules, as it was planned.
+        held: what the ranks of a pipeline hold.
         progress: called with lines of text, on rank 0.
     """
 
     plan: Plan
     loss_fn: LossFn | None
     modes: Modes
+    held: Homes
     progress: Progress | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProgramMaker:
@@ -124,9 +137,11 @@ class ProgramMaker:
             traced = traced_alike(model, args, kwargs, loss_fn)
         by_leaf = _by_leaf(traced, layouts)
         plan = planned_on_rank_0(
-            lambda: further_plan(self.plan, traced.graph, traced.facts, mesh, by_leaf, self.progress)
+            lambda: further_plan(self.plan, traced.graph, traced.facts, mesh, by_leaf, self.held, self.progress)
         )
         assignment, micro_batched = staged(plan, assign(traced, plan))
+        if micro_batched is not None:
+            micro_batched = replace(micro_batched, pipeline=module.pipeline)
         made = further(module, traced.captured, assignment, micro_batched)
         if dist.get_rank() == 0:
             LOGGER.warning("%s", self._said(signature, plan, layouts, time.monotonic() - start))

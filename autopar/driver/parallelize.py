@@ -33,6 +33,7 @@ from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
+from planner.plan.further_stages import homes
 from planner.plan.plan import Plan
 from planner.search.search import GAP
 from planner.solve.transfers import TransferSchedule
@@ -125,7 +126,8 @@ def parallelize(
     arena = table.high_water_bytes if table is not None and device.type == "cpu" else 0
     check_room(device, _device_bytes(plan), arena + (0 if tier == "disk" else home))
     disk = None if offload_path is None else open_disk(offload_path, home, pinned.update == "backward")
-    maker = ProgramMaker(plan, loss_fn, modes(model), progress if dist.get_rank() == 0 else None)
+    held = {} if plan.pipeline is None else homes(assignment.space.folded, plan.pipeline)
+    maker = ProgramMaker(plan, loss_fn, modes(model), held, progress if dist.get_rank() == 0 else None)
     return build(model, traced.captured, assignment, mesh, rank, make_part, seed, micro_batched, table, disk, maker)
 
 

@@ -7,24 +7,30 @@ otherwise it is searched for, on the one mesh that there is.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from planner.analysis.memory import usage
-from planner.analysis.prediction import predict
+from planner.analysis.prediction import predict, predict_micro_batched
 from planner.base.errors import InputError, PlanError
 from planner.cost.model import CostModel
+from planner.formulation.assignment import assignment_of
+from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.pins import Pins
 from planner.formulation.constraints.stored_layouts import PlannedInputs, StoredLayouts
 from planner.formulation.decision_names import refined
 from planner.formulation.pipeline_pace import pace_of
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
-from planner.ir.folding import Folded
+from planner.ir.folding import Folded, fold
 from planner.ir.graph import Graph
 from planner.ir.layout import Layout, Mesh, over_micro_batches, parse_layout
+from planner.plan.further_stages import Homes, stage_further
 from planner.plan.plan import Plan, Search, describe, refold, reprice, restore
+from planner.search.block_splitting import finer
 from planner.search.candidate_bounds import Progress
 from planner.search.stored_search import search_stored
 from planner.solve.choices import lower_bounds
@@ -57,6 +63,7 @@ def further_plan(
     model: Mapping[str, Any],
     mesh: Mesh,
     inputs: Mapping[str, Layout],
+    held: Homes,
     progress: Progress | None = None,
 ) -> Plan:
     """The plan of a further program.
@@ -65,6 +72,7 @@ def further_plan(
         plan: that of the first one.
         graph, model: the model's for the other inputs, and its facts, see :func:`model_facts`.
         mesh, inputs: as :meth:`PlannedInputs.cut` has them.
+        held: of a pipeline, see :func:`planner.plan.further_stages.homes`; empty for others.
 
     Raises:
         PlanError: the plan keeps model data on the host, or a tensor lies as the other graph cannot use it.
@@ -80,7 +88,10 @@ def further_plan(
             "read for the example inputs that it was planned with, so that no rank holds it: plan with example inputs "
             "for which it reads everything"
         )
+    is_staged = mesh.micro_batches > 1 or (plan.pipeline is not None and plan.pipeline.ranks > 1)
     found = _as_decided(plan, graph, model, mesh, stored)
+    if found is None and is_staged:
+        found = _in_stages(plan, graph, model, mesh, stored, held)
     if found is None:
         found = _searched(plan, graph, model, mesh, stored, progress)
     assert found.assignment is not None
@@ -123,12 +134,35 @@ def _space(plan: Plan, folded: Folded, mesh: Mesh, stored: StoredLayouts) -> Spa
     stages, schedule = (1, None) if plan.pipeline is None else (plan.pipeline.ranks, plan.pipeline.schedule)
     pace = pace_of(stages, mesh.micro_batches, schedule)
     rules = rules_of(folded.graph, folded)
-    cost, allow_leaf = CostModel(plan.cluster), stored.allow_leaf(mesh)
-    return Space(folded, mesh, cost, _training(plan), rules, None, allow_leaf, pace=pace)
+    allow, _ = filters(Pins(), folded.graph, rules, mesh)
+    kept = allow, stored.allow_leaf(mesh)
+    return Space(folded, mesh, CostModel(plan.cluster), _training(plan), rules, *kept, pace=pace)
 
 
 def _training(plan: Plan) -> Training:
     return Training(plan.optimizer_bytes_per_element, unsharding=plan.unsharding)
+
+
+def _in_stages(
+    plan: Plan, graph: Graph, model: Mapping[str, Any], mesh: Mesh, stored: StoredLayouts, held: Homes
+) -> Plan:
+    """The fastest decisions for the average rank, in the stages that there are."""
+    assert plan.pipeline is not None
+    coarse, start = fold(graph), time.monotonic()
+    folded = stored.apart(finer(coarse, rules_of(graph, coarse), plan.pipeline.bounds[-1]))
+    space = _space(plan, folded, mesh, stored)
+    bounds = lower_bounds(space.problem(None))
+    if bounds.choices is None:
+        raise InputError(
+            f"these inputs leave the model no way to run in {mesh.micro_batches} micro-batches: give a batch of the "
+            "planned size, or of one sample"
+        )
+    assignment = assignment_of(space, bounds.choices)
+    staged = stage_further(plan, assignment, held)
+    predicted = predict_micro_batched(assignment, staged)
+    gap = max(0.0, 1 - bounds.time_s / staged.step_s)
+    search = Search("feasible", gap, {"solve": time.monotonic() - start})
+    return describe(assignment, model, {}, predicted, search, staged)
 
 
 def _searched(

@@ -46,15 +46,17 @@ def filters(
         return None, None
     names = mesh.names
     labels = labels or (lambda label: label_dims(graph, rules, label))
-    roles = [ROLES.get(name) for name in names]
+    # Without a pinned size, an axis of whatever name is free: that of a further program, see planner/plan/further.py.
+    roles = [ROLES.get(name) if pins.sizes else None for name in names]
     shards = {"batch", *(label for role in roles if role is not None for label in role.labels)}
     weighted: Mapping[str, frozenset[str]] = {}
     if WEIGHTS in shards:
         weighted = weight_factors(graph, rules)
         shards = shards - {WEIGHTS} | {"context"} | ({"stream"} if pins.sequence_parallel is False else set())
     dims = {label: labels(label) for label in shards}
-    _check_recipe(graph, mesh, dims)
-    _check_weights(pins, mesh, rules, weighted)
+    if pins.sizes:
+        _check_recipe(graph, mesh, dims)
+        _check_weights(pins, mesh, rules, weighted)
     _check_layers(pins, graph, rules, mesh)
     check_zero(pins.zero, graph)
 
