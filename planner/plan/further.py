@@ -14,7 +14,7 @@ from typing import Any
 
 from planner.analysis.memory import usage
 from planner.analysis.prediction import predict, predict_micro_batched
-from planner.base.errors import InputError, PlanError
+from planner.base.errors import InfeasibleError, InputError, PlanError
 from planner.cost.model import CostModel
 from planner.formulation.assignment import assignment_of
 from planner.formulation.constraints.filters import filters
@@ -169,9 +169,15 @@ def _searched(
     plan: Plan, graph: Graph, model: Mapping[str, Any], mesh: Mesh, stored: StoredLayouts, progress: Progress | None
 ) -> Plan:
     """The fastest plan found for the other graph."""
-    found = search_stored(
-        graph, plan.cluster, mesh, stored, _training(plan), time_limit_s=TIME_LIMIT_S, gap=GAP, progress=progress
-    )
+    limits = {"time_limit_s": TIME_LIMIT_S, "gap": GAP}
+    try:
+        found = search_stored(graph, plan.cluster, mesh, stored, _training(plan), **limits, progress=progress)
+    except InfeasibleError as error:
+        raise InfeasibleError(
+            f"a further program does not fit beside what is stored as planned: {error} Or give these inputs in a "
+            "smaller batch, or in one that the ranks divide (DataLoader(drop_last=True) leaves out a last one)",
+            error.excess_bytes,
+        ) from error
     predicted = predict(found.assignment, found.evaluation.time_s, found.memory or usage(found.assignment))
     candidates = tuple(candidate.facts() for candidate in found.candidates)
     search = Search(found.status, found.gap, found.seconds, candidates, time_limit_s=TIME_LIMIT_S)

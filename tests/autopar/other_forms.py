@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.module import ParallelModule
+from planner.base.errors import AutoparError, InputError, PlanError
 from planner.plan.plan import Plan
 from tests.autopar.workers import cluster_of, same, same_gradients, same_own_gradients, same_state
 
@@ -77,48 +81,38 @@ def parallel(model: nn.Module, document: Mapping[str, Any], batch: Batch, **opti
     return autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch, **options)
 
 
-TRAINED: list[Batch] = [
-    batch_of(),
-    batch_of(4),
-    batch_of(3),
-    batch_of(1, seed=2),
-    batch_of(6, 8, mask=True),
-]
-"""Forms in which a step trains: as planned, smaller, not divided by 2 or 4, one sample, shorter and with a mask."""
-EVALUATED: list[Batch] = [batch_of(labels=False), batch_of(1, labels=False), batch_of(3, 10, labels=False)]
+def trains_and_evaluates(document: Mapping[str, Any], trained: list[Batch], evaluated: list[Batch]) -> None:
+    """Gradients of steps of all forms add up to the original's, and after them parameters are the same.
 
-
-def trains_and_evaluates(document: Mapping[str, Any]) -> None:
-    """Gradients of steps of all forms add up to the original's, and after them parameters are the same."""
+    The parallel module's own original has no values any more.
+    """
     model = tiny()
-    pmodel = parallel(model, document, batch_of())
+    with torch.device("meta"):
+        original = Tiny().double()
+    pmodel = parallel(original, document, batch_of(), state_dict=model.state_dict())
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
     stored = [p.data_ptr() for p in map(_local, pmodel.parameters())]
-    for number in range(2):
-        for batch in TRAINED:
-            loss = model(**batch)["loss"]
-            ploss = pmodel(**pmodel.shard(batch))["loss"]
+    for _ in range(2):
+        for batch in (batch_of(), *trained):
+            loss, ploss = model(**batch)["loss"], pmodel(**pmodel.shard(batch))["loss"]
             same(f"loss of {_form(batch)}", ploss, loss)
             loss.backward()
             ploss.backward()
-        if pmodel.pipeline is None:
-            same_gradients(pmodel, model)
-        else:
-            same_own_gradients(pmodel, model)
-        assert len(pmodel._programs._made) == len(TRAINED), "programs are made once"
+        (same_gradients if pmodel.pipeline is None else same_own_gradients)(pmodel, model)
+        assert len(pmodel._programs._made) == 1 + len(trained), "programs are made once"
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        assert [p.data_ptr() for p in map(_local, pmodel.parameters())] == stored, number
+        assert [p.data_ptr() for p in map(_local, pmodel.parameters())] == stored
     same_state(pmodel, model)
-    for batch in EVALUATED:
+    for batch in evaluated:
         with torch.no_grad():
             logits = pmodel.eval()(**pmodel.shard(batch))["logits"]
             if logits is not None:  # of a pipeline the last stage has it
                 same(f"logits of {_form(batch)}", logits, model.eval()(**batch)["logits"])
     model.train()
     pmodel.train()
-    batch = TRAINED[2]
+    batch = trained[-1]
     same("loss in train mode again", pmodel(**pmodel.shard(batch))["loss"], model(**batch)["loss"])
 
 
@@ -128,3 +122,98 @@ def _local(parameter: Any) -> Tensor:
 
 def _form(batch: Batch) -> str:
     return ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
+
+
+def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
+    """What is refused is so on every rank, and leaves the module as it was."""
+    model, batch, rank = tiny(), batch_of(), dist.get_rank()
+    pmodel = parallel(model, document, batch)
+
+    with pytest.raises(PlanError, match=r"different inputs: rank 0 has ids 4x12 .*, rank 1 has ids 2x12"):
+        pmodel(**pmodel.shard(batch_of(4 if rank == 0 else 2)))
+    with pytest.raises(AutoparError, match="nothing"):
+        pmodel(**pmodel.shard(batch), nothing=1)
+
+    # Parts that others made: of as many rows as 2 ranks may share, and of one that may be the whole of a batch.
+    small = batch_of(4)
+    parts = {name: value.chunk(2)[rank].clone() for name, value in small.items()}
+    same("loss of unmarked parts", pmodel(**parts)["loss"], model(**small)["loss"])
+    with pytest.raises(InputError, match=r"'ids' has shape \(3, 12\) on this rank.*of 6 rows over 2 ranks, or a batch"):
+        pmodel(**batch_of(3))
+
+    copied = copy.deepcopy(pmodel)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(0.5)
+    same("loss", pmodel(**pmodel.shard(small))["loss"], model(**small)["loss"])
+    model.load_state_dict(copied.full_state_dict())
+    for given in (small, batch_of(3)):
+        same("loss of a copy", copied(**copied.shard(given))["loss"], model(**given)["loss"])
+
+
+class Normed(nn.Module):
+    """Batch norm, whose eval mode computes something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.norm(self.up(x))))
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return Normed().double()
+
+
+def squares(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return (output - batch["target"]).square().mean()
+
+
+def rows(count: int) -> Batch:
+    generator = torch.Generator().manual_seed(count)
+    found = {"x": torch.randn(count, 4, generator=generator), "target": torch.randn(count, 2, generator=generator)}
+    return {name: value.double() for name, value in found.items()}
+
+
+def normalises(document: Mapping[str, Any]) -> None:
+    """Running statistics are those of all batches; without a target the model's own outputs are returned."""
+    model = normed().train()
+    pmodel = parallel(model, document, rows(8), loss_fn=squares)
+    for count in (8, 6, 5, 8, 5):
+        given = rows(count)
+        loss, ploss = squares(model(given["x"]), given), pmodel(**pmodel.shard(given))
+        same(f"loss of {count} rows", ploss, loss)
+        loss.backward()
+        ploss.backward()
+    same_gradients(pmodel, model)
+    same_state(pmodel, model)
+    model.eval()
+    pmodel.eval()
+    for count in (8, 3, 1):
+        given = rows(count)
+        with torch.no_grad():
+            same(f"loss of {count} rows in eval mode", pmodel(**pmodel.shard(given)), squares(model(given["x"]), given))
+            output = pmodel(**pmodel.shard({"x": given["x"]}))
+        same("outputs", output, model(given["x"]))
+    same_state(pmodel, model)
+
+
+def trains_what_was_planned_to_evaluate(document: Mapping[str, Any]) -> None:
+    model = tiny().eval()
+    pmodel = parallel(model, document, batch_of())
+    assert not pmodel.training
+    model.train()
+    pmodel.train()
+    for m in (model, pmodel):
+        m(**(m.shard(batch_of()) if isinstance(m, ParallelModule) else batch_of()))["loss"].backward()
+    same_gradients(pmodel, model)
+
+
+def refuses_where_model_data_moves(document: Mapping[str, Any]) -> None:
+    pmodel = parallel(tiny(), document, batch_of())
+    pmodel(**pmodel.shard(batch_of()))["loss"].backward()
+    for given in (batch_of(4), batch_of(labels=False)):
+        with pytest.raises(PlanError, match=r"transfer schedule holds for the inputs.*drop_last"):
+            pmodel(**pmodel.shard(given))
