@@ -143,7 +143,11 @@ def draws(node: Node, target: torch._ops.OpOverload) -> bool:
 
 
 def _ask_whether_training(call: LocalCall) -> None:
-    """What was captured in training mode trains only while the module does."""
+    """What was captured in training mode trains only while the module does, unless a norm has no other statistics than
+    those of its input.
+    """
+    if "momentum" in call.args and call.args.get("running_mean") is None:
+        return
     for name in ("train", "training", "use_input_stats"):
         if call.args.get(name) is True:
             call.args[name] = call.graph.call_function(getattr, (call.state(), "training"))

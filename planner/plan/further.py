@@ -76,7 +76,7 @@ def further_plan(
 
     Raises:
         PlanError: the plan keeps model data on the host, or a tensor lies as the other graph cannot use it.
-        InputError: the other graph reads what the first program does not hold.
+        InputError: the model was changed since; or its blocks cannot be cut into the plan's stages.
         InfeasibleError: no plan on this mesh fits in memory.
     """
     check_may_have_further(plan)
@@ -84,9 +84,8 @@ def further_plan(
     unknown = stored.unknown(graph)
     if unknown:
         raise InputError(
-            f"for these inputs the model reads {', '.join(unknown[:3])}{' ...' * (len(unknown) > 3)}, which it did not "
-            "read for the example inputs that it was planned with, so that no rank holds it: plan with example inputs "
-            "for which it reads everything"
+            f"the model has {', '.join(unknown[:3])}{' ...' * (len(unknown) > 3)}, which it did not have when it was "
+            "planned, so that no rank holds it: leave the model as it was, or plan it again"
         )
     is_staged = mesh.micro_batches > 1 or (plan.pipeline is not None and plan.pipeline.ranks > 1)
     found = _as_decided(plan, graph, model, mesh, stored)

@@ -25,13 +25,14 @@ Homes = Mapping[str, frozenset[int]]
 
 
 def homes(folded: Folded, pipeline: PipelinePlan) -> Homes:
-    """Which pipeline ranks hold what: those of the stages whose blocks read it."""
+    """Which pipeline ranks hold what: those of the stages whose blocks read it; the first what none reads."""
     ranks, found = _ranks(pipeline), dict[str, frozenset[int]]()
     for stage, (low, high) in enumerate(pairwise(pipeline.bounds)):
         for instance in folded.instances[low:high]:
             for name in _stored(folded.graph, instance):
                 found[name] = found.get(name, frozenset()) | {ranks[stage]}
-    return found
+    leaves = (leaf.target or leaf.name for leaf in folded.graph.applying("param", "buffer"))
+    return {**dict.fromkeys(leaves, frozenset({ranks[0]})), **found}
 
 
 def stage_further(plan: Plan, assignment: Assignment, held: Homes) -> Staged:
@@ -69,7 +70,7 @@ def bounds_of(pipeline: PipelinePlan, folded: Folded, held: Homes) -> tuple[int,
     """
     ranks = _ranks(pipeline)
     needed = [_stored(folded.graph, instance) for instance in folded.instances]
-    at_home = [[all(rank in held.get(n, ranks) for n in names) for rank in ranks] for names in needed]
+    at_home = [[all(rank in held[name] for name in names) for rank in ranks] for names in needed]
     if len(needed) == pipeline.bounds[-1]:
         stages = [stage for stage, (low, high) in enumerate(pairwise(pipeline.bounds)) for _ in range(low, high)]
         if all(fits[stage] for stage, fits in zip(stages, at_home, strict=True)):

@@ -152,14 +152,15 @@ def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
 
 
 class Normed(nn.Module):
-    """Batch norm, whose eval mode computes something else."""
+    """Batch norm, whose eval mode computes something else, unless it keeps no statistics."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.norm, self.down = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.last = nn.BatchNorm1d(2, track_running_stats=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.norm(self.up(x))))
+        return self.last(self.down(torch.relu(self.norm(self.up(x)))))
 
 
 def normed() -> nn.Module:
@@ -191,7 +192,7 @@ def normalises(document: Mapping[str, Any]) -> None:
     same_state(pmodel, model)
     model.eval()
     pmodel.eval()
-    for count in (8, 3, 1):
+    for count in (8, 3, 2):
         given = rows(count)
         with torch.no_grad():
             same(f"loss of {count} rows in eval mode", pmodel(**pmodel.shard(given)), squares(model(given["x"]), given))
