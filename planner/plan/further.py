@@ -14,7 +14,7 @@ from typing import Any
 
 from planner.analysis.memory import usage
 from planner.analysis.prediction import predict, predict_micro_batched
-from planner.base.errors import InfeasibleError, InputError, PlanError
+from planner.base.errors import InfeasibleError, InputError, PinError, PlanError
 from planner.cost.model import CostModel
 from planner.formulation.assignment import assignment_of
 from planner.formulation.constraints.filters import filters
@@ -116,11 +116,12 @@ def check_may_have_further(plan: Plan) -> None:
 
 def _as_decided(plan: Plan, graph: Graph, model: Mapping[str, Any], mesh: Mesh, stored: StoredLayouts) -> Plan | None:
     """The decisions of the first plan, where they make sense for the other graph and fit in memory."""
-    like = replace(plan, model=model, pin={}, mesh=mesh)
+    pin = {**plan.pin, **({"micro_batches": mesh.micro_batches} if "micro_batches" in plan.pin else {})}
     try:
-        space = _space(plan, refold(like, graph, model), mesh, stored)
+        like = replace(plan, model=model, pin=pin, mesh=mesh)
+        space = _space(plan, refold(like, graph, model), mesh, stored, Pins.parse(pin))
         found = reprice(like, restore(like, space, model))
-    except PlanError:
+    except (PinError, PlanError):
         return None
     if found.predicted.peak_bytes > plan.cluster.device.usable_bytes:
         return None
@@ -128,12 +129,12 @@ def _as_decided(plan: Plan, graph: Graph, model: Mapping[str, Any], mesh: Mesh, 
     return replace(found, search=Search(KEPT, gap, {}), decided=found.assignment)
 
 
-def _space(plan: Plan, folded: Folded, mesh: Mesh, stored: StoredLayouts) -> Space:
-    """Every decision that the stored layouts leave."""
+def _space(plan: Plan, folded: Folded, mesh: Mesh, stored: StoredLayouts, pins: Pins) -> Space:
+    """Every decision that the stored layouts and pins leave."""
     stages, schedule = (1, None) if plan.pipeline is None else (plan.pipeline.ranks, plan.pipeline.schedule)
     pace = pace_of(stages, mesh.micro_batches, schedule)
     rules = rules_of(folded.graph, folded)
-    allow, _ = filters(Pins(), folded.graph, rules, mesh)
+    allow, _ = filters(pins, folded.graph, rules, mesh)
     kept = allow, stored.allow_leaf(mesh)
     return Space(folded, mesh, CostModel(plan.cluster), _training(plan), rules, *kept, pace=pace)
 
@@ -149,7 +150,7 @@ def _in_stages(
     assert plan.pipeline is not None
     coarse, start = fold(graph), time.monotonic()
     folded = stored.apart(finer(coarse, rules_of(graph, coarse), plan.pipeline.bounds[-1]))
-    space = _space(plan, folded, mesh, stored)
+    space = _space(plan, folded, mesh, stored, Pins())
     bounds = lower_bounds(space.problem(None))
     if bounds.choices is None:
         raise InputError(

@@ -77,7 +77,6 @@ class Programs:
         self._forms = dict(self.signature.inputs)
         leaves = {leaf.name: leaf for leaf in interface.leaves if leaf.kind == "input"}
         self._leaves = {name: leaves[leaf] for name, leaf in self._leaf_of.items() if leaf is not None}
-        self._planned_layouts = {name: leaf.layout for name, leaf in self._leaves.items()}
         self._made: dict[Signature, Emitted] = {self.signature: planned}
 
     def of_parts(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh) -> Emitted:
@@ -101,8 +100,7 @@ class Programs:
         check_values(batch, self._forms)
         tensors = {n: v for n, v in zip(batch.names, batch.values, strict=True) if isinstance(v, Tensor)}
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-        is_planned = batch.signature(shapes, self.signature.training) == self.signature
-        layouts = self._planned_layouts if is_planned else self._layouts(shapes)[1]
+        layouts = self._layouts(shapes)[1]
         return [
             mark(part_of(value, layouts[name], mesh, rank).to(device), shapes[name]) if name in tensors else value
             for name, value in zip(batch.names, batch.values, strict=True)
@@ -124,6 +122,8 @@ class Programs:
     def _layouts(self, shapes: Mapping[str, Shape]) -> tuple[Mesh, dict[str, Layout]]:
         """See :meth:`PlannedInputs.cut`; here inputs go by the names of the call."""
         assert self.maker is not None
+        if shapes == self.signature.shapes:
+            return self.maker.inputs.mesh, {name: leaf.layout for name, leaf in self._leaves.items()}
         mesh, found = self.maker.inputs.cut({self._leaf_of.get(name) or name: shape for name, shape in shapes.items()})
         return mesh, {name: found[self._leaf_of.get(name) or name] for name in shapes}
 
