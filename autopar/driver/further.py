@@ -31,7 +31,7 @@ from autopar.runtime.spmd.signature import FlatCall, Signature, TensorForm, name
 from planner.base.errors import PlanError
 from planner.base.formatting import in_seconds
 from planner.formulation.constraints.stored_layouts import PlannedInputs
-from planner.ir.layout import Layout, Mesh, Shard
+from planner.ir.layout import Layout, Mesh
 from planner.plan.document.document import WITHOUT_GRAPH
 from planner.plan.further import check_may_have_further, further_plan, planned_inputs
 from planner.plan.further_stages import Homes, homes
@@ -144,18 +144,17 @@ class ProgramMaker:
             micro_batched = replace(micro_batched, pipeline=module.pipeline)
         made = further(module, traced.captured, assignment, micro_batched)
         if dist.get_rank() == 0:
-            LOGGER.warning("%s", self._said(signature, plan, layouts, time.monotonic() - start))
+            LOGGER.warning("%s", self._said(module, signature, plan, time.monotonic() - start))
         return made
 
-    def _said(self, signature: Signature, plan: Plan, layouts: Mapping[str, Layout], seconds: float) -> str:
-        """What was made, for whom, and where it is slower than it could be."""
-        missing = [name for name in self.inputs.layouts if name not in dict(signature.inputs)]
-        without = f" (without {', '.join(missing)})" if missing else ""
-        mode = "" if signature.training == any(self.modes.values()) else f" in {plan.model['mode']} mode"
-        held = [name for name, layout in layouts.items() if not any(isinstance(t, Shard) for t in layout)]
-        whole = [name for name in held if self.inputs.ranks(name) > 1]
-        ranks = max((self.inputs.ranks(name) for name in whole), default=1)
-        slower = f"; {ranks} ranks do not divide its batch, and each takes it whole" if whole else ""
+    def _said(self, module: ParallelModule, signature: Signature, plan: Plan, seconds: float) -> str:
+        """What was made, for what, and where it is slower than it could be."""
+        planned = module.planned_signature
+        missing = planned.shapes.keys() - signature.shapes.keys()
+        without = f" (without {', '.join(sorted(missing))})" if missing else ""
+        mode = "" if signature.training == planned.training else f" in {plan.model['mode']} mode"
+        cut, whole = (any("S(" in layout for layout in each.inputs.values()) for each in (self.plan, plan))
+        slower = "; ranks do not divide its batch, and each takes it whole" if cut and not whole else ""
         return (
             f"planned a further program for inputs {signature}{without}{mode} in {seconds:.1f} s: "
             f"{in_seconds(plan.predicted.step_time_s)} a step{slower}"
@@ -182,8 +181,14 @@ def _loss_fn_for(model: nn.Module, plan: Plan, loss_fn: LossFn | None, given: Ma
     """The loss, unless inputs that it alone reads are left out: then the model returns its outputs."""
     if loss_fn is None:
         return None
-    of_loss = plan.inputs.keys() - accepted_names(model)
-    return loss_fn if not of_loss or of_loss & given.keys() else None
+    of_model = accepted_names(model)
+    of_loss = [name for name in plan.inputs if not any(_is_of(name, each) for each in of_model)]
+    return loss_fn if not of_loss or any(_is_of(name, each) for name in of_loss for each in given) else None
+
+
+def _is_of(name: str, top: str) -> bool:
+    """Whether an input as a plan names it is that keyword input, or nested in it: ``batch_x`` in ``batch``."""
+    return name == top or name.startswith(f"{top}_")
 
 
 @contextlib.contextmanager

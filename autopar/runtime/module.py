@@ -35,7 +35,7 @@ from autopar.runtime.spmd.parameters import local_parts, renew
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from autopar.runtime.spmd.programs import Emitted, Maker, Programs
 from autopar.runtime.spmd.run_state import RunState
-from autopar.runtime.spmd.signature import flat_call
+from autopar.runtime.spmd.signature import Signature, flat_call
 from autopar.runtime.spmd.state_dict import on_all_stages, part_like, whole_state
 from planner.base.errors import InputError, PlanError
 from planner.ir.layout import Mesh
@@ -135,6 +135,11 @@ class ParallelModule(nn.Module):
     def program(self) -> Program:
         """The emitted program of this rank, or what runs those of a micro-batched step."""
         return self._program[0]
+
+    @property
+    def planned_signature(self) -> Signature:
+        """The form of the inputs that the module was planned for."""
+        return self._programs.signature
 
     @property
     def names(self) -> Mapping[str, str]:

@@ -218,3 +218,55 @@ def refuses_where_model_data_moves(document: Mapping[str, Any]) -> None:
     for given in (batch_of(4), batch_of(labels=False)):
         with pytest.raises(PlanError, match=r"transfer schedule holds for the inputs.*drop_last"):
             pmodel(**pmodel.shard(given))
+
+
+class Nesting(nn.Module):
+    """Takes its inputs by position, or nested in one; a number among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 2)
+
+    def forward(self, x: Any, more: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        if isinstance(x, dict):
+            x, more = x["own"], x.get("others", [None])[0]
+        found = self.up(x) * scale
+        return found if more is None else found + more
+
+
+def nesting() -> nn.Module:
+    torch.manual_seed(0)
+    return Nesting().double()
+
+
+def squares_of(output: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """A sum, which is other than that of parts, or of a batch that each rank takes for its own."""
+    return (output - batch["target"]).square().sum()
+
+
+def takes_nested_and_positional_inputs(nested: Mapping[str, Any], positional: Mapping[str, Any]) -> None:
+    given = rows(8)
+    x, target = given["x"], given["target"]
+
+    model = nesting()
+    pmodel = parallel(nesting(), nested, {"x": {"own": x}, "target": target}, loss_fn=squares_of)
+    forms: list[dict[str, Any]] = [
+        {"x": {"own": x[:3]}, "target": target[:3]},
+        {"x": {"own": x[:4], "others": [target[4:]]}, "target": target[:4], "scale": 2.0},
+    ]
+    for form in forms:
+        loss, ploss = squares_of(model(form["x"], scale=form.get("scale", 1.0)), form), pmodel(**pmodel.shard(form))
+        same("loss", ploss, loss)
+        loss.backward()
+        ploss.backward()
+    same_gradients(pmodel, model)
+    same("outputs", pmodel(**pmodel.shard({"x": {"own": x[:6]}})), model(x[:6]))
+
+    plan = Plan.from_dict(positional)
+    pmodel = autopar.parallelize(nesting(), plan.cluster, plan=plan, example_args=(x, target))
+    for args in ((x[:6], target[:6]), (x[:3],)):
+        same("outputs", pmodel(*pmodel.shard(args)), model(*args))
+    model.zero_grad()
+    model(x[:6], target[:6]).square().sum().backward()
+    pmodel(*pmodel.shard((x[:6], target[:6]))).square().sum().backward()
+    same_gradients(pmodel, model)

@@ -12,6 +12,7 @@ from autopar.measure.local_processes import LocalProcesses
 from tests.autopar.other_forms import (
     Batch,
     batch_of,
+    nesting,
     normalises,
     normed,
     plan_of,
@@ -19,6 +20,8 @@ from tests.autopar.other_forms import (
     refuses_where_model_data_moves,
     rows,
     squares,
+    squares_of,
+    takes_nested_and_positional_inputs,
     tiny,
     trains_and_evaluates,
     trains_what_was_planned_to_evaluate,
@@ -69,3 +72,12 @@ def test_what_was_captured_in_eval_mode_trains(pool: LocalProcesses) -> None:
 
 def test_a_transfer_schedule_is_of_its_inputs(pool: LocalProcesses) -> None:
     pool.run(refuses_where_model_data_moves, plan_of({"offload": "host"}, 1), ranks=1)
+
+
+def test_inputs_may_be_nested_and_positional(pool: LocalProcesses) -> None:
+    given, made = rows(8), {"cluster": cluster_of(2), "pin": {"data": 2}}
+    x, target = given["x"], given["target"]
+    by_name = {"x": {"own": x}, "target": target}
+    nested = autopar.plan(nesting(), example_kwargs=by_name, loss_fn=squares_of, **made)
+    positional = autopar.plan(nesting(), example_args=(x, target), **made)
+    pool.run(takes_nested_and_positional_inputs, nested.to_dict(), positional.to_dict(), ranks=2)
