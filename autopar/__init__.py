@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from autopar.checkpoint.export import export_safetensors
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
+    from autopar.driver.further import plan_inputs
     from autopar.driver.parallelize import parallelize
     from autopar.driver.plan import evaluate, plan
     from autopar.functions.register import register
@@ -45,6 +46,7 @@ _LAZY = {
     "load_checkpoint": "autopar.checkpoint.load",
     "parallelize": "autopar.driver.parallelize",
     "plan": "autopar.driver.plan",
+    "plan_inputs": "autopar.driver.further",
     "register": "autopar.functions.register",
     "save_checkpoint": "autopar.checkpoint.save",
     "verify": "autopar.verification.verify",
@@ -66,6 +68,7 @@ __all__ = [
     "load_checkpoint",
     "parallelize",
     "plan",
+    "plan_inputs",
     "register",
     "save_checkpoint",
     "verify",

@@ -119,7 +119,7 @@ class _WithLoss(nn.Module):
             self.__dict__[name] = module.__dict__[name]
         self._model = (module,)  # in a tuple: it is no submodule
         self._loss_fn = loss_fn
-        self._accepted = _accepted_names(module)
+        self._accepted = accepted_names(module)
 
     def forward(self, **batch: Any) -> torch.Tensor:
         (model,) = self._model
@@ -140,7 +140,7 @@ def path_name(path: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
-def _accepted_names(module: nn.Module) -> frozenset[str]:
+def accepted_names(module: nn.Module) -> frozenset[str]:
     """The inputs that ``module.forward`` names; what else is in a batch goes to the loss alone."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(module.forward).parameters.values()

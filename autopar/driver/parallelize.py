@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -22,10 +23,10 @@ from autopar.driver.arguments import (
     training_of,
     warn,
 )
+from autopar.driver.further import ProgramMaker, modes
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.process_group import start_process_group
-from autopar.driver.rank_agreement import arguments, captured, check_alike
-from autopar.driver.trace import Traced, trace
+from autopar.driver.rank_agreement import arguments, check_alike, planned_on_rank_0, traced_alike
 from autopar.emit.build import build
 from autopar.emit.initialization import Source, part_maker
 from autopar.graph.cpython import on_one_stack
@@ -43,6 +44,7 @@ from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
+from planner.plan.further_stages import homes
 from planner.plan.plan import Plan
 from planner.search.search import GAP
 from planner.solve.transfers import TransferSchedule
@@ -125,9 +127,11 @@ def parallelize(
         )
     if dist.get_rank() == 0:
         say(progress, f"capturing {type(model).__name__}")
-    traced = _traced_alike(model, example_args, example_kwargs, loss_fn)
+    traced = traced_alike(model, example_args, example_kwargs, loss_fn)
     if plan is None:
-        plan = _plan_on_rank_0(traced, cluster, pins, training, pipelines, time_limit_s, gap, max_axes, progress)
+        limits: dict[str, Any] = {"time_limit_s": time_limit_s, "gap": gap, "max_axes": max_axes}
+        search = partial(plan_traced, traced, cluster, pins, training, pipelines=pipelines, **limits, progress=progress)
+        plan = planned_on_rank_0(search)
     warn(plan.notes)
     if state_dict is None and any(parameter.is_meta for parameter in model.parameters()):
         warn([RANDOM.format(type(model).__name__, seed)])
@@ -146,7 +150,9 @@ def parallelize(
     arena = table.high_water_bytes if table is not None and device.type == "cpu" else 0
     check_room(device, _device_bytes(plan), arena + (0 if tier == "disk" else home))
     disk = None if offload_path is None else open_disk(offload_path, home, pinned.update == "backward")
-    made = build(model, traced.captured, assignment, mesh, rank, make_part, seed, micro_batched, table, disk)
+    held = {} if plan.pipeline is None else homes(assignment.space.folded, plan.pipeline)
+    maker = ProgramMaker(plan, loss_fn, modes(model), held, progress if dist.get_rank() == 0 else None)
+    made = build(model, traced.captured, assignment, mesh, rank, make_part, seed, micro_batched, table, disk, maker)
     made.data_agreement = DataAgreement(stage_mesh, device, calls)
     return made
 
@@ -180,45 +186,3 @@ def _home_bytes(assignment: Assignment, table: TransferSchedule, blocks: Collect
     items = {item.name for item in table.trace.items}
     moving = [chunk for chunk in chunks_of(assignment, blocks) if parameters(chunk) in items]
     return moving_bytes(assignment, moving) + saved_bytes(table)
-
-
-def _traced_alike(
-    model: nn.Module,
-    example_args: tuple[Any, ...] | None,
-    example_kwargs: Mapping[str, Any] | None,
-    loss_fn: LossFn | None,
-) -> Traced:
-    """Capture; an error where ranks do not all find the same."""
-    try:
-        traced = trace(model, example_args, example_kwargs, loss_fn)
-    except Exception as error:
-        check_alike({"model": f"one that cannot be captured ({type(error).__name__})"})
-        raise
-    check_alike(captured(traced.graph, traced.facts))
-    return traced
-
-
-def _plan_on_rank_0(
-    traced: Traced,
-    cluster: ClusterSpec,
-    pins: Pins,
-    training: Training,
-    pipelines: bool,
-    time_limit_s: float,
-    gap: float,
-    max_axes: int,
-    progress: Progress | None,
-) -> Plan:
-    """Search once; an error is raised on every rank."""
-    message: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            limits: dict[str, Any] = {"time_limit_s": time_limit_s, "gap": gap, "max_axes": max_axes}
-            found = plan_traced(traced, cluster, pins, training, pipelines=pipelines, **limits, progress=progress)
-            message = [found.to_dict()]
-        except Exception as error:
-            message = [error]
-    dist.broadcast_object_list(message, src=0)
-    if isinstance(message[0], Exception):
-        raise message[0]
-    return Plan.from_dict(message[0])

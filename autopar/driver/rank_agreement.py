@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from autopar.capture.capture import LossFn
+from autopar.driver.trace import Traced, trace
 from autopar.emit.initialization import Source
 from autopar.runtime.data.agreement import VARIABLE
 from planner.base.errors import PlanError
@@ -85,3 +87,33 @@ def check_alike(mine: Given) -> None:
                 f"ranks were given different {what}s: rank 0 has {found[0]}, rank {others[0]} has {found[others[0]]}; "
                 f"ranks {others} differ from rank 0: give every rank the same{walked if what == 'model' else ''}"
             )
+
+
+def traced_alike(
+    model: nn.Module,
+    example_args: tuple[Any, ...] | None,
+    example_kwargs: Mapping[str, Any] | None,
+    loss_fn: LossFn | None,
+) -> Traced:
+    """Capture; an error where ranks do not all find the same."""
+    try:
+        traced = trace(model, example_args, example_kwargs, loss_fn)
+    except Exception as error:
+        check_alike({"model": f"one that cannot be captured ({type(error).__name__})"})
+        raise
+    check_alike(captured(traced.graph, traced.facts))
+    return traced
+
+
+def planned_on_rank_0(make: Callable[[], Plan]) -> Plan:
+    """Plan once; an error is raised on every rank."""
+    message: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            message = [make().to_dict()]
+        except Exception as error:
+            message = [error]
+    dist.broadcast_object_list(message, src=0)
+    if isinstance(message[0], Exception):
+        raise message[0]
+    return Plan.from_dict(message[0])

@@ -27,9 +27,10 @@ from autopar.runtime.pipeline.stage import Stage
 from autopar.runtime.pipeline.step_spec import StepSpec, Tie, Trainers
 from autopar.runtime.pipeline.trace import Recorder
 from autopar.runtime.spmd.interface import Interface, LeafSpec, OutputSpec
-from autopar.runtime.spmd.mesh import groups_of
+from autopar.runtime.spmd.mesh import groups_of, part_of
 from autopar.runtime.spmd.micro_batch import MicroBatches
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
+from autopar.runtime.spmd.programs import Emitted, Maker
 from autopar.runtime.spmd.random_state import RandomState
 from autopar.runtime.spmd.run_state import RunState
 from planner.analysis.memory import usage
@@ -103,6 +104,7 @@ def build(
     micro_batched: MicroBatched | None = None,
     transfer_schedule: TransferSchedule | None = None,
     disk: OffloadFiles | None = None,
+    maker: Maker | None = None,
 ) -> ParallelModule:
     """Emit the program and hold its parameters.
 
@@ -113,6 +115,7 @@ def build(
         micro_batched: for a micro-batched plan.
         transfer_schedule: for a plan with model data on the host or on disk.
         disk: where it is on disk.
+        maker: of programs for inputs of another form.
     """
     state = RunState(RandomState(seed))
     device = torch.device(device_mesh.device_type)
@@ -120,13 +123,7 @@ def build(
     if transfer_schedule is not None:
         offload = _offload(assignment, transfer_schedule, device, disk, micro_batched)
     holder = {**groups_of(device_mesh), STATE: state, **({} if offload is None else {OFFLOAD: offload})}
-    leaves = [leaf.name for leaf in assignment.space.graph.leaves]
-    program: Program
-    if micro_batched is None:
-        program = rewrite(captured, assignment, holder, device).module
-    else:
-        program = _pipeline_step(captured, assignment, micro_batched, holder, device, offload)
-        leaves = list(program.spec.leaves)
+    program, leaves = _program(captured, assignment, micro_batched, holder, device, offload)
     names = {
         name: first
         for name, first in canonical_names(model).items()
@@ -149,10 +146,43 @@ def build(
         pipeline=None if micro_batched is None else micro_batched.pipeline,
         offload=offload,
         state_bytes=assignment.space.training.optimizer_bytes_per_element,
+        maker=maker,
     )
     stage = "" if micro_batched is None or micro_batched.rank is None else f"_stage{micro_batched.rank}"
     dump.write(f"emitted{stage}_rank{rank}", made.code)
     return made
+
+
+def further(
+    module: ParallelModule, captured: Captured, assignment: Assignment, micro_batched: MicroBatched | None = None
+) -> Emitted:
+    """Emit a program for other inputs of the model, over the parameters of its parallel module."""
+    device, mesh = torch.device(module.device_mesh.device_type), module.mesh
+    holder = {**groups_of(module.device_mesh), STATE: module.state}
+    program, leaves = _program(captured, assignment, micro_batched, holder, device)
+    interface = interface_of(captured, assignment, leaves)
+    constants = {
+        leaf.name: part_of(captured.constants[leaf.name].detach(), leaf.layout, mesh, module.rank).to(device)
+        for leaf in interface.leaves
+        if leaf.kind == "const"
+    }
+    return Emitted(program, interface, constants)
+
+
+def _program(
+    captured: Captured,
+    assignment: Assignment,
+    micro_batched: MicroBatched | None,
+    holder: Mapping[str, Any],
+    device: torch.device,
+    offload: OffloadExecutor | None = None,
+) -> tuple[Program, list[str]]:
+    """What this process runs, and the names of the leaves that it takes."""
+    if micro_batched is None:
+        leaves = [leaf.name for leaf in assignment.space.graph.leaves]
+        return rewrite(captured, assignment, holder, device).module, leaves
+    step = _pipeline_step(captured, assignment, micro_batched, holder, device, offload)
+    return step, list(step.spec.leaves)
 
 
 def _offload(

@@ -42,7 +42,9 @@ from autopar.runtime.spmd.original import Fronts, fill, warn_of_module
 from autopar.runtime.spmd.parameters import local_parts, renew
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from autopar.runtime.spmd.pretrained import save_pretrained
+from autopar.runtime.spmd.programs import Emitted, Maker, Programs
 from autopar.runtime.spmd.run_state import RunState
+from autopar.runtime.spmd.signature import Signature, flat_call
 from autopar.runtime.spmd.state_dict import on_all_stages, part_like, whole_tensors
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import sizes_text
@@ -61,7 +63,7 @@ class ParallelModule(Fronts):
     Args:
         program: the root of the emitted program.
         interface: how it maps onto the model.
-        original: the model.
+        original: the model; it is asked again for inputs of another form, for which it may be on the meta device.
         mesh: the planner's mesh.
         device_mesh: the torch mesh of the same axes.
         rank: this process's rank.
@@ -72,6 +74,7 @@ class ParallelModule(Fronts):
         state_bytes: of optimizer state, per element of the parameters, that the plan counts.
         pipeline: the ranks that hold the same part of other stages.
         offload: moves parameters and gradients between tiers, if they move.
+        maker: makes programs for these; ``None``: there are none.
     """
 
     _is_accelerate_prepared = True  # for accelerate and its Trainer: this is not to be wrapped, moved or sharded
@@ -93,6 +96,7 @@ class ParallelModule(Fronts):
         state_bytes: int,
         pipeline: PipelineRanks | None = None,
         offload: OffloadExecutor | None = None,
+        maker: Maker | None = None,
     ):
         super().__init__()
         self.offload, self._state_bytes = offload, state_bytes
@@ -101,12 +105,13 @@ class ParallelModule(Fronts):
         self.data_agreement: DataAgreement | None = None  # of ranks that are processes
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
         tensors: dict[str, Tensor] = {}
-        self._constants: dict[str, Tensor] = {}
+        constants: dict[str, Tensor] = {}
         for leaf in interface.leaves:
             if leaf.kind in ("param", "buffer"):
                 tensors[leaf.name] = self._stored(leaf, make_part(leaf))
             elif leaf.kind == "const":
-                self._constants[leaf.name] = make_part(leaf)
+                constants[leaf.name] = make_part(leaf)
+        self._programs = Programs(Emitted(program, interface, constants), maker)
         self._everywhere = dict(names)
         self._leaf_names = {leaf.name: leaf for leaf in interface.leaves if leaf.kind in ("param", "buffer")}
         self.buckets = Buckets()
@@ -146,6 +151,11 @@ class ParallelModule(Fronts):
     def program(self) -> Program:
         """The emitted program of this rank, or what runs those of a micro-batched step."""
         return self._program[0]
+
+    @property
+    def planned_signature(self) -> Signature:
+        """The form of the inputs that the module was planned for."""
+        return self._programs.signature
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -253,9 +263,11 @@ class ParallelModule(Fronts):
         save_together(self.timeline(), path)
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """Set training mode; a program that was captured in eval mode cannot train."""
+        """Set training mode; a program that was captured in eval mode cannot train, another one is made for it."""
         if mode and not self.interface.captured_training:
-            raise PlanError("the model was captured in eval mode: call model.train() before autopar.parallelize")
+            if self._programs.maker is None:
+                raise PlanError("the model was captured in eval mode: call model.train() before autopar.parallelize")
+            self._programs.maker.check()
         super().train(mode)
         self.state.training = mode
         return self
@@ -271,7 +283,15 @@ class ParallelModule(Fronts):
         if isinstance(self.program, PipelineStep):
             groups += [tie.group for tie in self.program.spec.ties]
             groups += [self.program.spec.trainers.group] if self.program.spec.trainers is not None else []
-        shared = (self.interface, self.mesh, self.device_mesh, self.pipeline, *self._original[0].modules(), *groups)
+        shared = (
+            self.interface,
+            self.mesh,
+            self.device_mesh,
+            self.pipeline,
+            self._programs.maker,
+            *self._original[0].modules(),
+            *groups,
+        )
         memo.update({id(value): value for value in shared})
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
@@ -282,11 +302,19 @@ class ParallelModule(Fronts):
     def shard(self, batch: Any) -> Any:
         """This rank's part of a global batch: the same nesting, tensors cut as the plan stores the inputs.
 
+        A batch of another form than planned is cut as that, whole where it does not divide; what it is called with
+        then runs in a program of its own, see :meth:`forward`.
+
         Args:
             batch: keyword inputs (a mapping), or positional ones (a tuple), with global shapes; the same batch on every
                 rank. :meth:`dataloader` reads it from a dataset, no more on each rank than it needs.
         """
-        return self.interface.shard(batch, self.mesh, self.rank, self._device)
+        if self._programs.maker is None:
+            return self.interface.shard(batch, self.mesh, self.rank, self._device)
+        is_named = isinstance(batch, Mapping)
+        call = flat_call((), dict(batch)) if is_named else flat_call(tuple(batch), {})
+        args, kwargs = call.with_values(self._programs.shard(call, self.mesh, self.rank, self._device))
+        return {name: kwargs[name] for name in batch} if is_named else args
 
     def dataloader(
         self,
@@ -357,31 +385,36 @@ class ParallelModule(Fronts):
         """What the model returns for the global batch, given this rank's part of the inputs.
 
         The part is of a batch that is the same on every rank: :meth:`shard` cuts it, :meth:`dataloader` loads it.
-        Scalars are plain tensors with the global value; other outputs are DTensors of global shape.
+        Scalars are plain tensors with the global value; other outputs are DTensors of global shape. Inputs of a form
+        that did not come before have a program planned and emitted for them first, by all ranks together.
 
         Raises:
-            InputError: the inputs are not as planned; or, in the first calls, ranks that hold the same part of the
-                batch hold different data (:class:`autopar.runtime.data.agreement.DataAgreement`), on every rank.
+            InputError: inputs fit no program; ranks have some of different forms; or, in the first calls, ranks that
+                hold the same part of the batch hold different data
+                (:class:`autopar.runtime.data.agreement.DataAgreement`), on every rank.
+            InfeasibleError: the program for them does not fit in memory.
         """
-        flat, held = self.interface.flatten(args, kwargs), self._held()
-        inputs = self.interface.inputs(flat, self.mesh)
+        emitted = self._programs.of_parts(self, args, kwargs, self.mesh)
+        interface, program = emitted.interface, emitted.program
+        flat, held = interface.flatten(args, kwargs), self._held()
+        inputs = interface.inputs(flat, self.mesh)
         if self.data_agreement is not None:
-            self.data_agreement.check(self.interface.input_leaves, inputs)
-        of_kind = {"input": inputs, "const": self._constants}
-        leaves = [of_kind.get(leaf.kind, held)[leaf.name] for leaf in self.interface.leaves]
+            self.data_agreement.check(interface.input_leaves, inputs)
+        of_kind = {"input": inputs, "const": emitted.constants}
+        leaves = [of_kind.get(leaf.kind, held)[leaf.name] for leaf in interface.leaves]
         with nullcontext() if self.offload is None else self.offload.running(leaves):
-            results = self.program(*leaves)
+            results = program(*leaves)
         if self.offload is not None:
             results = tuple(map(self.offload.apart, results))
         if isinstance(self.program, PipelineStep) and torch.is_grad_enabled():
             # What the program has of the old memory stays as it is.
             renew(self._stored_as(self.program.borrowed))
-        count = len(results) - len(self.interface.updates)
+        count = len(results) - len(interface.updates)
         if self.training:
-            for name, value in zip(self.interface.updates, results[count:], strict=True):
+            for name, value in zip(interface.updates, results[count:], strict=True):
                 if value is not None:  # of a stage of this rank
                     self.update_buffer(name, value.detach())
-        return self.interface.returned(results[:count], self.device_mesh)
+        return interface.returned(results[:count], self.device_mesh)
 
     def _held(self) -> dict[str, Tensor]:
         """What this rank holds, by name: of a parameter its part, whose gradient is the parameter's."""

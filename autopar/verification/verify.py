@@ -144,7 +144,9 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
     messages: contextlib.AbstractContextManager[Counter[Exchange]] = contextlib.nullcontext(Counter())
     if isinstance(module.program, PipelineStep):
         messages = count_messages(module.program, simulation.placed)
-    with count_collectives(groups_of(module.device_mesh)) as calls, messages as sent:
+    # Without a loss a micro-batched step runs forward only.
+    with_loss = torch.set_grad_enabled(reference.loss is not None)
+    with with_loss, count_collectives(groups_of(module.device_mesh)) as calls, messages as sent:
         returned = pytree.tree_leaves(module(*args, **kwargs))
         if reference.loss is not None:
             returned[reference.loss].backward()

@@ -38,6 +38,7 @@ from planner.formulation.certificate import Decided
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.labels import Labels, label_dims
 from planner.formulation.constraints.pins import Pins
+from planner.formulation.constraints.stored_layouts import StoredLayouts
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import packing
 from planner.formulation.remat.levels import Levels, ParetoFrontier, Recompute
@@ -143,6 +144,7 @@ class SearchContext:
     gap: float = 0.0
     known: dict[str, Labels] = field(default_factory=dict)
     formulated: dict[ParallelConfig, Space] = field(default_factory=dict)
+    stored: StoredLayouts | None = None
 
     @property
     def limit_bytes(self) -> int:
@@ -159,6 +161,8 @@ class SearchContext:
         """Every decision to take in one configuration."""
         mesh, graph = config.mesh, decision_graph.graph
         kept = filters(self.pins, graph, self.rules, mesh, lambda label: self.labels(graph, label))
+        if self.stored is not None:
+            kept = kept[0], self.stored.allow_leaf(mesh)
         space = Space(
             decision_graph.folded,
             mesh,

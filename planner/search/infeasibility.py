@@ -23,7 +23,7 @@ from planner.solve.problem import Edge
 def check_divisible(context: SearchContext, graph: Graph, branches: list[Branch]) -> None:
     """Refuse a number of devices among which nothing of the model can be divided: each would do all the work."""
     cluster = context.cost.cluster
-    if cluster.world_size == 1 or context.pins.sizes:
+    if cluster.world_size == 1 or context.pins.sizes or context.stored is not None:
         return
     if any(
         branch.formulated is None or branch.space.stages > 1 for branch in branches

@@ -961,17 +961,11 @@ def refuses_other_world_sizes(document: Mapping[str, Any]) -> None:
 def refuses_wrong_inputs(document: Mapping[str, Any]) -> None:
     batch = batch_of("mlp")
     pmodel = parallel(model_of("mlp"), document, batch)
-    with pytest.raises(InputError, match=r"input 'x' has shape \(8, 16\).*pmodel.shard"):
+    with pytest.raises(InputError, match=r"input '\w+' has shape \(8, \d+\), which is that of.*pmodel.shard"):
         pmodel(**batch)
-    with pytest.raises(InputError, match=r"input 'x' has shape \(4, 16\).*the global batch was planned as \(8, 16\)"):
-        pmodel.shard({"x": batch["x"][:4], "target": batch["target"][:4]})
-    with pytest.raises(InputError, match=r"missing: \['target'\]"):
-        pmodel.shard({"x": batch["x"]})
-    with pytest.raises(InputError, match=r"unknown: \['y'\]"):
-        pmodel(**pmodel.shard(batch), y=1)
     with pytest.raises(InputError, match=r"'x' is of type numpy.ndarray.*torch.as_tensor"):
         pmodel.shard({**batch, "x": batch["x"].numpy()})
-    with pytest.raises(InputError, match=r"'x' nests 128 values \(a list\).*1 in its place") as caught:
+    with pytest.raises(InputError, match=r"'x' nests 128 values.*one tensor in its place.*torch.as_tensor") as caught:
         pmodel.shard({**batch, "x": batch["x"].tolist()})
     assert len(str(caught.value)) < 400
     for call in (pmodel.shard, lambda given: pmodel(**given)):

@@ -116,8 +116,9 @@ def placements(layout: Layout) -> tuple[Placement, ...]:
     return tuple(found)
 
 
-def whole_of(value: DTensor) -> Tensor:
-    """The global tensor on every rank, gathered axis by axis, minor first; all ranks of the mesh must call it.
+def whole_of(value: Tensor) -> Tensor:
+    """The global tensor on every rank, gathered axis by axis, minor first; all ranks of the mesh must call it. A plain
+    tensor is whole already.
 
     What is stored in strips is gathered here: torch takes strips for an order in which axes were cut, which they
     seldom are; then its own ``full_tensor`` fails (2.11), or is wrong where several axes cut strips of one dim (2.13).
@@ -125,6 +126,8 @@ def whole_of(value: DTensor) -> Tensor:
     Raises:
         InputError: the tensor is in strips that are not equally long.
     """
+    if not isinstance(value, DTensor):
+        return value
     kept = list(value.placements)
     if not any(isinstance(placement, _StridedShard) for placement in kept):
         # Not all at once: torch warns of gathering over several axes.

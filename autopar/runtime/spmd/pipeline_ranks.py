@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,13 @@ class PipelineRanks:
         ranks: all of them, for what is not sent from stage to stage.
         ways: by sender and receiver, both neighbours in the ring of ranks, the group of the two.
         device: where they compute.
+        made: groups of some of them that were made, by their numbers.
     """
 
     ranks: ProcessGroup
     ways: Mapping[tuple[int, int], ProcessGroup]
     device: torch.device
+    made: dict[frozenset[int], ProcessGroup | None] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def over(cls, ranks: ProcessGroup, device: torch.device) -> PipelineRanks:
@@ -40,7 +42,7 @@ class PipelineRanks:
         made = cls(ranks, ways, device)
         neighbours = [(at, (at + 1) % size) for at in range(size if size > 2 else 1)]
         for sender, receiver in (way for low, high in neighbours for way in ((low, high), (high, low))):
-            group = made.group({sender, receiver})
+            group = made._new_group({sender, receiver})
             if group is None:
                 continue
             ways[sender, receiver] = group
@@ -52,7 +54,16 @@ class PipelineRanks:
         return made
 
     def group(self, numbers: Collection[int]) -> ProcessGroup | None:
-        """A group of some of them, if this process is among these; every process of all pipelines must call this."""
+        """A group of some of them, if this process is among these, made once; every process of all pipelines must call
+        this.
+        """
+        key = frozenset(numbers)
+        if key not in self.made:
+            self.made[key] = self._new_group(key)
+        return self.made[key]
+
+    def _new_group(self, numbers: Collection[int]) -> ProcessGroup | None:
+        """Another one each time: each direction between two ranks has its own."""
         members = dist.get_process_group_ranks(self.ranks)
         beside = dist.get_world_size() // self.size  # ranks of a stage; the same rank of the next is so many further
         own = members[0] % beside

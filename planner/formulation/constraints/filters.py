@@ -52,6 +52,7 @@ def filters(
         return None, None
     names = mesh.names
     labels = labels or (lambda label: label_dims(graph, rules, label))
+    # Without a pinned size, an axis of whatever name is free: that of a further program, see planner/plan/further.py.
     roles = [ROLES.get(name) if pins.sizes else None for name in names]
     shards = {"batch", *(label for role in roles if role is not None for label in role.labels)}
     weighted: Mapping[str, frozenset[str]] = {}

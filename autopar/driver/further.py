@@ -1,0 +1,205 @@
+"""Further programs: the model is captured and planned again for inputs of another form, around the tensors that it has.
+
+``plan_inputs`` makes the plan of one to look at; :class:`ProgramMaker` makes the program, when such inputs come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.capture.capture import LossFn, accepted_names
+from autopar.driver.arguments import Progress, given_plan, say
+from autopar.driver.plan import assign, staged
+from autopar.driver.rank_agreement import check_alike, planned_on_rank_0, traced_alike
+from autopar.driver.trace import Traced, trace
+from autopar.emit.build import further
+from autopar.graph.cpython import on_one_stack
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.spmd.programs import Emitted
+from autopar.runtime.spmd.signature import FlatCall, Signature, TensorForm, named_inputs
+from planner.base.errors import PlanError
+from planner.base.formatting import in_seconds
+from planner.formulation.constraints.stored_layouts import PlannedInputs
+from planner.ir.layout import Layout, Mesh
+from planner.plan.document.document import WITHOUT_GRAPH
+from planner.plan.further import check_may_have_further, further_plan, planned_inputs
+from planner.plan.further_stages import Homes, homes
+from planner.plan.plan import Plan
+
+LOGGER = logging.getLogger("autopar")
+Modes = Mapping[str, bool]
+"""Path of a module -> whether it is in train mode."""
+
+
+def plan_inputs(
+    model: nn.Module,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    example_args: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFn | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The plan of the program that a parallel module makes for inputs of another form than it was planned for.
+
+    Parameters and buffers are stored as ``plan`` says. Needs no device and no process group; only shapes and dtypes of
+    the inputs matter.
+
+    Args:
+        model: in the mode (train or eval) in which the inputs come.
+        plan: that of the module, or the path of its file.
+        example_args, example_kwargs: the other inputs, with global shapes.
+        loss_fn: that of the plan; not used where inputs that only it reads are left out.
+        progress: called with a line of text as the search advances.
+
+    Raises:
+        PlanError: the plan is of another model, or its steps are tied to its own inputs (``offload``, ``2bw``).
+        InputError, CaptureError: the model cannot be captured with these inputs.
+        InfeasibleError: no plan around the stored parameters fits in memory.
+    """
+    plan = given_plan(plan)
+    check_may_have_further(plan)
+    loss_fn = _loss_fn_for(model, plan, loss_fn, example_kwargs or {})
+    traced = trace(model, example_args, example_kwargs, loss_fn)
+    shapes = {leaf.target: leaf.results[0].shape for leaf in traced.graph.leaves if leaf.op == "input"}
+    mesh, layouts = planned_inputs(plan).cut(shapes)
+    return further_plan(plan, traced.graph, traced.facts, mesh, layouts, _homes(plan), progress)
+
+
+def _homes(plan: Plan) -> Homes:
+    if plan.pipeline is None:
+        return {}
+    if plan.assignment is None:
+        raise PlanError(WITHOUT_GRAPH)
+    return homes(plan.assignment.space.folded, plan.pipeline)
+
+
+def modes(model: nn.Module) -> Modes:
+    """Which modules are in train mode."""
+    return {path: module.training for path, module in model.named_modules()}
+
+
+@dataclass(frozen=True)
+class ProgramMaker:
+    """Makes programs of a parallel module for inputs of other forms than planned; see
+    :class:`autopar.runtime.spmd.programs.Maker`.
+
+    Attributes:
+        plan: that of the first program.
+        loss_fn: as it was planned with.
+        modes: of the model's modules, as it was planned.
+        held: what the ranks of a pipeline hold.
+        progress: called with lines of text, on rank 0.
+    """
+
+    plan: Plan
+    loss_fn: LossFn | None
+    modes: Modes
+    held: Homes
+    progress: Progress | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProgramMaker:
+        """A value: a copy of a parallel module has the same one."""
+        return self
+
+    @cached_property
+    def inputs(self) -> PlannedInputs:
+        """How the plan cuts its inputs."""
+        return planned_inputs(self.plan)
+
+    def check(self) -> None:
+        """Raise :class:`planner.base.errors.PlanError` if the plan has no further programs."""
+        check_may_have_further(self.plan)
+
+    @on_one_stack
+    def __call__(
+        self, module: ParallelModule, call: FlatCall, signature: Signature, mesh: Mesh, layouts: Mapping[str, Layout]
+    ) -> Emitted:
+        """Capture on every rank, plan on rank 0, emit on every rank; ranks must have inputs of one form."""
+        start, (model,) = time.monotonic(), module._original
+        check_alike({"input": str(signature), "mode": "train" if signature.training else "eval"})
+        say(self.progress, f"capturing {type(model).__name__} for inputs {signature}")
+        args, kwargs = _examples(call, signature)
+        loss_fn = _loss_fn_for(model, self.plan, self.loss_fn, kwargs)
+        with _in_mode(model, self.modes, signature.training):
+            traced = traced_alike(model, args, kwargs, loss_fn)
+        by_leaf = _by_leaf(traced, layouts)
+        plan = planned_on_rank_0(
+            lambda: further_plan(self.plan, traced.graph, traced.facts, mesh, by_leaf, self.held, self.progress)
+        )
+        assignment, micro_batched = staged(plan, assign(traced, plan))
+        if micro_batched is not None:
+            micro_batched = replace(micro_batched, pipeline=module.pipeline)
+        made = further(module, traced.captured, assignment, micro_batched)
+        if dist.get_rank() == 0:
+            LOGGER.warning("%s", self._said(module, signature, plan, time.monotonic() - start))
+        return made
+
+    def _said(self, module: ParallelModule, signature: Signature, plan: Plan, seconds: float) -> str:
+        """What was made, for what, and where it is slower than it could be."""
+        planned = module.planned_signature
+        missing = planned.shapes.keys() - signature.shapes.keys()
+        without = f" (without {', '.join(sorted(missing))})" if missing else ""
+        mode = "" if signature.training == planned.training else f" in {plan.model['mode']} mode"
+        cut, whole = (any("S(" in layout for layout in each.inputs.values()) for each in (self.plan, plan))
+        slower = "; ranks do not divide its batch, and each takes it whole" if cut and not whole else ""
+        return (
+            f"planned a further program for inputs {signature}{without}{mode} in {seconds:.1f} s: "
+            f"{in_seconds(plan.predicted.step_time_s)} a step{slower}"
+        )
+
+
+def _examples(call: FlatCall, signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs of the form that a signature says; only shapes and dtypes of tensors matter."""
+    values = [
+        torch.zeros(form.shape, dtype=form.dtype) if isinstance(form, TensorForm) else form.value
+        for _, form in signature.inputs
+    ]
+    return call.with_values(values)
+
+
+def _by_leaf(traced: Traced, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Layouts of inputs by the names of the graph's leaves instead of the call's."""
+    targets = {leaf.name: leaf.target or leaf.name for leaf in traced.graph.leaves if leaf.op == "input"}
+    leaf_of = named_inputs(traced.captured.in_spec, traced.captured.input_names)
+    return {targets[leaf]: layouts[name] for name, leaf in leaf_of.items() if leaf in targets}
+
+
+def _loss_fn_for(model: nn.Module, plan: Plan, loss_fn: LossFn | None, given: Mapping[str, Any]) -> LossFn | None:
+    """The loss, unless inputs that it alone reads are left out: then the model returns its outputs."""
+    if loss_fn is None:
+        return None
+    of_model = accepted_names(model)
+    of_loss = [name for name in plan.inputs if not any(_is_of(name, each) for each in of_model)]
+    return loss_fn if not of_loss or any(_is_of(name, each) for name in of_loss for each in given) else None
+
+
+def _is_of(name: str, top: str) -> bool:
+    """Whether an input as a plan names it is that keyword input, or nested in it: ``batch_x`` in ``batch``."""
+    return name == top or name.startswith(f"{top}_")
+
+
+@contextlib.contextmanager
+def _in_mode(model: nn.Module, planned: Modes, training: bool) -> Iterator[None]:
+    """The model in a mode: in train mode as it was planned, if it was planned in that; afterwards as it was."""
+    modules = dict(model.named_modules())
+    before = {path: module.training for path, module in modules.items()}
+    is_as_planned = training == any(planned.values())
+    for path, module in modules.items():
+        module.training = planned.get(path, training) if is_as_planned else training
+    try:
+        yield
+    finally:
+        for path, module in modules.items():
+            module.training = before[path]

@@ -1,0 +1,45 @@
+"""Plans of further programs: what they keep, and what is said where there is none; in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import autopar
+from planner.base.errors import InfeasibleError, InputError
+from planner.cost.cluster import ClusterSpec
+from planner.plan.further import stored_layouts
+from planner.plan.plan import Plan
+from tests.autopar.other_forms import batch_of, tiny
+from tests.autopar.workers import cluster_of
+
+
+@pytest.mark.parametrize("pin", [{"data": 2, "zero": 3}, {"pipeline": 2, "micro_batches": 2}], ids=str)
+def test_a_further_plan_keeps_what_is_stored_and_is_verified(pin: dict[str, int], tmp_path: Path) -> None:
+    model, path = tiny(), tmp_path / "further.json"
+    plan = autopar.plan(model, cluster_of(2), example_kwargs=batch_of(), pin=pin)
+    assert autopar.plan_inputs(model, plan, example_kwargs=batch_of(4)).search.status == "kept"
+    for training, batch in ((True, batch_of(3, 10, mask=True)), (False, batch_of(2, labels=False))):
+        model.train(training)
+        autopar.plan_inputs(model, plan, example_kwargs=batch).save(path)
+        found = Plan.load(path)
+        assert stored_layouts(found) == stored_layouts(plan)
+        autopar.verify(model, found, example_kwargs=batch)
+
+
+def test_a_further_program_that_does_not_fit_says_by_how_much() -> None:
+    model, cluster = tiny(), ClusterSpec.local(2, memory_bytes="1 MiB", cores=4)
+    plan = autopar.plan(model, cluster, example_kwargs=batch_of(), pin={"data": 2})
+    with pytest.raises(InfeasibleError, match=r"beside what is stored as planned: .* too many .*drop_last") as caught:
+        autopar.plan_inputs(model, plan, example_kwargs=batch_of(999))
+    assert caught.value.excess_bytes > 0
+
+
+def test_a_model_that_was_changed_is_refused() -> None:
+    model = tiny()
+    plan = autopar.plan(model, cluster_of(2), example_kwargs=batch_of(), pin={"data": 2})
+    model.later = nn.Linear(4, 4)
+    with pytest.raises(InputError, match=r"has later.weight, later.bias, which it did not have when it was planned"):
+        autopar.plan_inputs(model, plan, example_kwargs=batch_of(4))
