@@ -143,7 +143,6 @@ def trains_in_an_eighth() -> None:
         loss_fn=lambda out, _: out.square().mean(),
         pin={"offload": "host"},
     )
-    assert pmodel.offload is not None
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
     for step in range(3):
         torch.manual_seed(step)
@@ -375,7 +374,6 @@ def goes_on_micro_batched(document: dict[str, Any]) -> None:
 def refuses_what_does_not_fit(document: dict[str, Any]) -> None:
     model, batch = model_of("mlp")
     plan = Plan.from_dict(document)
-    assert plan.transfer_schedule is not None
     data = plan.transfer_schedule.to_dict()
     data["items"][0]["bytes"] += 64
     with pytest.raises(PlanError, match="transfer schedule is of other chunks or blocks"):
@@ -444,7 +442,6 @@ def handles_odd_models() -> None:
     example = {"x": torch.randn(4, 8, dtype=torch.float64)}
     least = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
     trace = autopar.plan(model, least, example_kwargs=example, pin={"offload": "host"}).transfer_schedule
-    assert trace is not None
     tight = int(1.2 * max(trace.trace.needed_bytes) / 0.9)
     for memory in (tight, "1 GiB"):
         cluster = ClusterSpec.local(1, memory_bytes=memory, cores=2, host_memory_bytes="1 GiB")
@@ -452,7 +449,6 @@ def handles_odd_models() -> None:
         pmodel = autopar.parallelize(
             copy.deepcopy(model), cluster, example_kwargs=example, pin={"offload": "host", "recompute": "none"}
         )
-        assert pmodel.offload is not None
         assert pmodel.offload.transfers.arena.held_bytes == 0
         assert all(each.here is None for each in pmodel.offload.parameters.values())
 

@@ -88,7 +88,6 @@ def trains(seed: int, document: dict[str, Any]) -> None:
     plan, model = Plan.from_dict(document), model_of(seed)
     pmodel = autopar.parallelize(copy.deepcopy(model), plan.cluster, plan=plan, example_kwargs=batch_of(model, 0))
     offload, is_early = pmodel.offload, plan.pin.get("update") == "backward"
-    assert offload is not None
     optimizers = [
         torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
         pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
