@@ -12,8 +12,9 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,38 +67,10 @@ THEIRS = {
 
 def main(what: list[str]) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    if not what or "plan" in what:
-        plans()
-    if not what or "step" in what:
-        steps("step_time", "Step time", STEP_CASES)
-    if not what or "stages" in what:
-        steps("stages", "Step time of pipelines", STAGE_CASES)
-    if not what or "shards" in what:
-        steps("shards", "Step time of sharded parameters", SHARD_CASES)
-    if not what or "predicted" in what:
-        predictions()
-    if not what or "published" in what:
-        published_runs()
-    if not what or "runs" in what:
-        planned()
-    if not what or "iopddl" in what:
-        problems()
-    if not what or "memory" in what:
-        peaks()
-    if not what or "pipeline" in what:
-        pipelines()
-    if not what or "schedules" in what:
-        schedules_run()
-    if not what or "transfer_schedule" in what:
-        transfer_schedules()
-    if not what or "offload" in what:
-        offloads()
-    if "gpu_offload" in what or (not what and torch.cuda.is_available()):
-        gpu_offloads()
-    if "gpu_steps" in what or (not what and torch.cuda.is_available()):
-        gpu_steps()
-    if "gpu_largest" in what:
-        gpu_largest()
+    for part, run in PARTS.items():
+        by_default = not part.startswith("gpu_") or (torch.cuda.is_available() and part != "gpu_largest")
+        if part in what or (not what and by_default):
+            run()
 
 
 def plans() -> None:
@@ -417,7 +390,7 @@ def offloads() -> None:
     notes = (
         f"A GPT of {offload.SHAPE} with {found[0].data_bytes / 2**20:.0f} MiB of parameters, gradients and Adam's "
         "moments in float32, one CPU process whose device is a budget of host memory, "
-        f"{offload.ROUNDS} steps of each with micro-batches, medians without the first two. NothingFits hides what is "
+        f"{offload.ROUNDS} steps of each with micro-batches, medians without the first two. Nothing hides what is "
         "moved here: "
         "copies take the core that computes. *Taken* is the most that chunks and what is beside them took. Ratios are "
         "to the same micro-batches on a device that holds all; a device that is left out is too small for them."
@@ -549,6 +522,25 @@ def transfer_schedules() -> None:
     raw = [asdict(r) for r in results]
     print(record.write("transfer_schedule", "Transfer schedules of chunks", notes, rows, raw, facts), flush=True)
 
+
+PARTS: dict[str, Callable[[], None]] = {
+    "plan": plans,
+    "step": partial(steps, "step_time", "Step time", STEP_CASES),
+    "stages": partial(steps, "stages", "Step time of pipelines", STAGE_CASES),
+    "shards": partial(steps, "shards", "Step time of sharded parameters", SHARD_CASES),
+    "predicted": predictions,
+    "published": published_runs,
+    "runs": planned,
+    "iopddl": problems,
+    "memory": peaks,
+    "pipeline": pipelines,
+    "schedules": schedules_run,
+    "transfer_schedule": transfer_schedules,
+    "offload": offloads,
+    "gpu_offload": gpu_offloads,
+    "gpu_steps": gpu_steps,
+    "gpu_largest": gpu_largest,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])
