@@ -1,6 +1,6 @@
 """Parses what the command line names: clusters, pins, models and their inputs.
 
-NothingFits here needs torch, so that wrong words are refused at once; :mod:`autopar.cli.model_loading` loads the
+Nothing here needs torch, so that wrong words are refused at once; :mod:`autopar.cli.model_loading` loads the
 models.
 """
 
