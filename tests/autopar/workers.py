@@ -203,12 +203,7 @@ def parts_stored(name: str, document: Mapping[str, Any]) -> dict[str, float]:
 @exact()
 def trains_alike(name: str, document: Mapping[str, Any]) -> float:
     """Collectives as predicted; loss, gradients, clipping, three Adam steps and the state dict as the original's."""
-    model, batch = model_of(name), batch_of(name)
-    pmodel = parallel(model, document, batch)
-    started = model.state_dict()
-    for key, value in pmodel.full_state_dict().items():
-        assert torch.equal(value, started[key]), key
-
+    model, batch, pmodel, _ = begun(name, document)
     loss = loss_of(model, batch)
     loss.backward()
     with count_collectives(groups_of(pmodel.device_mesh)) as calls:
@@ -217,20 +212,40 @@ def trains_alike(name: str, document: Mapping[str, Any]) -> float:
     assert not differences(dict(Plan.from_dict(document).predicted.collectives), calls)
     same("loss", ploss, loss)
     same_gradients(pmodel, model)
-
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    same("norm of the gradients", nn.utils.clip_grad_norm_(pmodel.parameters(), 0.5), norm)
+    clips_alike(pmodel, model)
     same_gradients(pmodel, model)
+    return three_steps(pmodel, model, name, batches=1)
 
+
+def begun(name: str, document: Mapping[str, Any]) -> tuple[nn.Module, Batch, ParallelModule, Batch]:
+    """A model, a batch, the parallel module, which begins with the same values, and these."""
+    model, batch = model_of(name), batch_of(name)
+    pmodel = parallel(model, document, batch)
+    started = {key: value.clone() for key, value in model.state_dict().items()}
+    for key, value in pmodel.full_state_dict().items():
+        assert torch.equal(value, started[key]), key
+    return model, batch, pmodel, started
+
+
+def clips_alike(pmodel: nn.Module, model: nn.Module) -> None:
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (pmodel, model)]
+    same("norm of the gradients", *norms)
+
+
+def three_steps(pmodel: ParallelModule, model: nn.Module, name: str, batches: int) -> float:
+    """Of Adam with clipping, with the gradients of so many batches added up; the last loss."""
     # Biases before a norm have gradients that are zero but for rounding; a usual eps would blow them up to steps.
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
     for step in range(3):
-        batch = batch_of(name, seed=step)
-        losses = loss_of(model, batch), loss_of(pmodel, batch)
-        same(f"loss of step {step}", losses[1], losses[0])
-        for optimizer, found in zip(optimizers, losses, strict=True):
+        for optimizer in optimizers:
             optimizer.zero_grad()
-            found.backward()
+        for seed in range(batches * step, batches * (step + 1)):
+            losses = [loss_of(m, batch_of(name, seed)) for m in (model, pmodel)]
+            same(f"loss of step {step}", losses[1], losses[0])
+            for found in losses:
+                found.backward()
+        clips_alike(pmodel, model)
+        for optimizer in optimizers:
             optimizer.step()
     same_state(pmodel, model)
     return losses[1].item()
@@ -239,12 +254,7 @@ def trains_alike(name: str, document: Mapping[str, Any]) -> float:
 @exact()
 def trains_micro_batched(name: str, document: Mapping[str, Any]) -> float:
     """A pipeline as :func:`trains_alike`: each rank has its stages' parameters, all have the loss and the norm."""
-    model, batch = model_of(name), batch_of(name)
-    pmodel = parallel(model, document, batch)
-    started = {key: value.clone() for key, value in model.state_dict().items()}
-    for key, value in pmodel.full_state_dict().items():
-        assert torch.equal(value, started[key]), key
-
+    model, batch, pmodel, started = begun(name, document)
     for group in (*groups_of(pmodel.device_mesh).values(), *(pmodel.pipeline.ways.values() if pmodel.pipeline else ())):
         backend = group._get_backend(torch.device("cpu"))
         assert backend.options._timeout == patience(torch.device("cpu"))  # type: ignore[attr-defined]
@@ -278,24 +288,9 @@ def trains_micro_batched(name: str, document: Mapping[str, Any]) -> float:
     same_own_gradients(pmodel, model)
 
     same_norms(pmodel, model)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    same("norm of the gradients", nn.utils.clip_grad_norm_(pmodel.parameters(), 0.5), norm)
+    clips_alike(pmodel, model)
     same_own_gradients(pmodel, model)
-
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
-    for step in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for seed in (2 * step, 2 * step + 1):  # gradients of two batches are added up
-            losses = [loss_of(m, batch_of(name, seed)) for m in (model, pmodel)]
-            same(f"loss of step {step}", losses[1], losses[0])
-            for found in losses:
-                found.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        nn.utils.clip_grad_norm_(pmodel.parameters(), 0.5)
-        for optimizer in optimizers:
-            optimizer.step()
-    same_state(pmodel, model)
+    three_steps(pmodel, model, name, batches=2)
     was_seen(pmodel, document)
 
     with torch.no_grad():
