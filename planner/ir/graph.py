@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -191,10 +190,3 @@ class Graph:
         for ref in self.leaving:
             assert ref.node in position, f"output {ref} is not defined"
             assert 0 <= ref.index < results[position[ref.node]], f"output {ref} is a missing result"
-
-    def digraph(self) -> nx.DiGraph[str]:
-        """The graph as a networkx digraph over node names (for analysis and drawing)."""
-        graph: nx.DiGraph[str] = nx.DiGraph()
-        graph.add_nodes_from((node.name, {"op": node.op, "path": node.path}) for node in self.nodes)
-        graph.add_edges_from((ref.node, node.name) for node in self.nodes for ref in node.inputs)
-        return graph

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.strategies import leaf_layouts, op_choices, rule_of, rules_of
+from planner.formulation.strategies import axis_ways, choices_of, leaf_layouts, rule_of, rules_of
 from planner.ir.folding import fold_off
 from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import I, Mesh, P, R, Shard
@@ -50,17 +50,21 @@ def test_whole_factors_are_never_sharded():
     assert [str(s) for s in axis_strategies(rule, 2)] == ["invariant", "replicate", "a"]
 
 
+def ways(graph, name, mesh, strips):
+    node = graph.by_name[name]
+    return choices_of(graph, node, mesh, axis_ways(graph, node, rule_of(graph, node), mesh, strips, None, {}))
+
+
 def test_a_sequence_survives_being_merged_behind_the_batch():
     """x[b, s, h] -> relu -> view[b*s, h] -> relu -> view[b, s, h]: the sequence is strip-wise in the middle."""
     b, shape, flat = Build(), (2, 8, 4), (16, 4)
     value = b.relu("relu", b.leaf("w", *shape, op="param"))
     middle = b.relu("middle", b.call("merged", "view.default", *flat, self=value, size=flat))
     graph = b.graph(b.call("parted", "view.default", *shape, self=middle, size=shape))
-    rules = rules_of(graph)
-    cuts = DecisionGraph(fold_off(graph), rules).cuts((4,))
+    cuts = DecisionGraph(fold_off(graph), rules_of(graph)).cuts((4,))
     assert cuts[Ref("merged")] == {0: frozenset({2})}
     strips = cuts[Ref("merged")], cuts[Ref("middle")]
-    choices = op_choices(graph, graph.by_name["middle"], rules["middle"], Mesh.of(a=4), strips)
+    choices = ways(graph, "middle", Mesh.of(a=4), strips)
     assert (Shard(0, 2),) in [choice.results[0] for choice in choices]
 
 
@@ -75,8 +79,7 @@ def test_a_cut_that_no_one_can_use_is_dropped():
 def test_an_unknown_operator_is_replicated():
     b = Build()
     graph = b.graph(b.call("odd", "house.odd.default", 4, 4, x=b.leaf("x", 4, 4, op="param")))
-    node = graph.by_name["odd"]
-    choices = op_choices(graph, node, rule_of(graph, node), Mesh.of(a=2, b=2), ({}, {}))
+    choices = ways(graph, "odd", Mesh.of(a=2, b=2), ({}, {}))
     assert {t for choice in choices for layout in (*choice.operands, *choice.results) for t in layout} == {I, R}
 
 
