@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.base.errors import ScheduleError
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
 from planner.solve.pipeline.simulate import Times, critical, longest, simulate, step_s
 from tests.planner.solve.test_schedule import stream
@@ -158,19 +157,3 @@ def test_a_short_step_says_how_long_a_long_one_takes(case: tuple[Size, Times]) -
     assert path.seconds(times) == pytest.approx(wanted, rel=1e-8, abs=1e-12)
     reverse = Times(*(each[::-1] for each in (times.forward_s, times.input_s, times.weight_s, times.send_s)))
     assert path.seconds(reverse) <= step_s(name, ranks, count, virtual, reverse) * (1 + 1e-8) + 1e-12
-
-
-@pytest.mark.parametrize(
-    "times, words",
-    [
-        (equal(3, 1, 1, 1), r"forward_s has shape \(3,\); 2 stages need 2 entries"),
-        (Times(np.ones(2), np.ones(2), np.ones(2), np.ones(2)), r"send_s has shape \(2,\); 2 stages need 1"),
-        (equal(2, 1, -1, 1), "input_s is .* not below zero"),
-        (equal(2, 1, 1, np.nan), "weight_s is .* finite"),
-    ],
-)
-def test_wrong_times_are_refused(times: Times, words: str) -> None:
-    with pytest.raises(ScheduleError, match=words):
-        simulate(schedule("1f1b", 2, 4), times)
-    with pytest.raises(ScheduleError, match=words):
-        step_s("1f1b", 2, 4, 1, times)

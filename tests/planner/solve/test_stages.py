@@ -216,10 +216,6 @@ def test_what_does_not_fit_is_said_by_how_much() -> None:
         (Pipeline("interleaved_1f1b", 2, 4, 2), [(LAYER, 3)], "4 stages (2 ranks of 2)"),
         (Pipeline("1f1c", 2, 4), LLAMA, "no schedule '1f1c'"),
         (Pipeline("2bw", 4, 2), LLAMA, "at least as many micro-batches as stages"),
-        (Pipeline("1f1b", 2, 4), [(ChainBlock("x", 1, -1, 1, 1, EVERYTHING), 2)], "block x: seconds"),
-        (Pipeline("1f1b", 2, 4), [(ChainBlock("x", 1, math.nan, 1, 1, EVERYTHING), 2)], "block x: seconds"),
-        (Pipeline("1f1b", 2, 4), [(ChainBlock("x", 1, 1, 1, 1, ()), 2)], "block x: count 2, 0 savings"),
-        (Pipeline("1f1b", 2, 4), [(ChainBlock("x", 1, 1, 1, 1, (RematOption(0, -1),)), 2)], "less than nothing"),
     ],
 )
 def test_wrong_input_is_refused(pipeline: Pipeline, chain: Chain, words: str) -> None:
