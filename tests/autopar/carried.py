@@ -88,6 +88,17 @@ def same_gradients(pmodel: nn.Module, model: nn.Module) -> None:
             torch.testing.assert_close(whole, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
+def adamw_of_both(model: nn.Module, pmodel: ParallelModule) -> list[torch.optim.Optimizer]:
+    options = {"lr": 1e-2, "eps": 1e-4}
+    return [torch.optim.AdamW(model.parameters(), **options), pmodel.optimizer(torch.optim.AdamW, **options)]
+
+
+def same_values(pmodel: ParallelModule, model: nn.Module, **within: float) -> None:
+    expected = model.state_dict()
+    for key, value in pmodel.full_state_dict().items():
+        torch.testing.assert_close(value, expected[key], msg=key, **(within or {"rtol": 1e-10, "atol": 1e-12}))
+
+
 def trains_under_any_transfer_schedule(
     name: str, document: dict[str, Any], shares: list[float], trains: Callable[[str, dict[str, Any]], None]
 ) -> None:
@@ -107,10 +118,7 @@ def trains_as_planned(name: str, document: dict[str, Any]) -> None:
     plan = Plan.from_dict(document)
     pmodel, offload = parallel(copy.deepcopy(model), plan, batch)
     table = offload.transfers.table
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
-        pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
-    ]
+    optimizers = adamw_of_both(model, pmodel)
     for step in range(3):
         losses = [loss_of(m, another(name, step)) for m in (model, pmodel)]
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
@@ -123,9 +131,7 @@ def trains_as_planned(name: str, document: dict[str, Any]) -> None:
         planned = {way: size for (_, way), size in table.bytes_moved.items() if size}
         assert {way: size for way, size in offload.transfers.bytes_moved.items() if size} == planned
     assert table.budget_bytes >= offload.transfers.arena.high_water_bytes == table.high_water_bytes
-    expected = model.state_dict()
-    for key, value in pmodel.full_state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+    same_values(pmodel, model, rtol=1e-9, atol=1e-12)
 
 
 def trains_in_an_eighth() -> None:
