@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from planner.analysis.prediction import predict, predict_micro_batched
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
+from planner.formulation.remat.levels import ALONE, LEVELS, Level, Levels, named_by_kind
 from planner.formulation.training import Training
+from planner.ir.folding import Folded
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, Search, describe
@@ -85,6 +87,11 @@ def residual_mlp(
     if strange:
         value = b.call("strange", "house.strange.default", batch, width, path="odd", self=value)
     return b.mean(b.linear("head", value, 64, "head", has_bias=True))
+
+
+def named(folded: Folded, levels: Sequence[Level] = LEVELS, alone: Sequence[Level] = ALONE) -> Levels:
+    """Levels of all blocks that repeat, and of all that do not."""
+    return named_by_kind(folded, [(levels, alone)] * len(folded.kinds))
 
 
 def plan_of(graph: Graph, spec: ClusterSpec | None = None, pin: Mapping[str, Any] | None = None) -> Plan:

@@ -19,7 +19,7 @@ from planner.formulation.certificate import Decided, certify
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.pipeline_pace import PipelinePace, pace_of, pack
-from planner.formulation.remat.levels import COMPUTED, LEVELS, NOTHING, Level, named, pareto_frontier
+from planner.formulation.remat.levels import COMPUTED, LEVELS, NOTHING, Level, pareto_frontier
 from planner.formulation.resharding import local_bytes
 from planner.formulation.resharding_tables import BUCKET_BYTES
 from planner.formulation.search_space import Space
@@ -34,7 +34,7 @@ from planner.search.parallel_config import pipelines_of
 from planner.search.remat_selection import with_levels_between
 from planner.solve.choices import lower_bounds
 from planner.solve.problem import evaluate
-from tests.planner.plans import cluster, residual_mlp
+from tests.planner.plans import cluster, named, residual_mlp
 from tests.planner.search.test_optimum import random_cluster
 from tests.planner.search.test_search import chain
 

@@ -16,7 +16,6 @@ from planner.formulation.remat.levels import (
     LEVELS,
     Amount,
     Recompute,
-    named,
     pareto_frontier,
     together,
     unfolded,
@@ -27,7 +26,7 @@ from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph
 from planner.solve.choices import lower_bound_between, solve
-from tests.planner.plans import Build, cluster, plan_of, residual_mlp
+from tests.planner.plans import Build, cluster, named, plan_of, residual_mlp
 
 GRAPH = residual_mlp(layers=4)
 FOLDED = fold(GRAPH)

@@ -23,7 +23,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.remat.levels import named, pareto_frontier
+from planner.formulation.remat.levels import pareto_frontier
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
@@ -41,7 +41,7 @@ from planner.search.candidate_bounds import SearchContext, begin, left_behind
 from planner.search.parallel_config import ParallelConfig, micro_batched
 from planner.search.search import search
 from planner.solve.choices import lower_bounds
-from tests.planner.plans import Build, cluster, plan_of, residual_mlp, unwrapped
+from tests.planner.plans import Build, cluster, named, plan_of, residual_mlp, unwrapped
 from tests.planner.search.test_optimum import random_cluster, with_memory
 
 GRAPH = residual_mlp(layers=6, batch=64)

@@ -24,7 +24,7 @@ from planner.formulation.certificate import certify
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.remat.levels import Level, named, pareto_frontier
+from planner.formulation.remat.levels import Level, pareto_frontier
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
@@ -34,7 +34,7 @@ from planner.search.branch_and_bound import Searched
 from planner.search.remat_selection import with_levels_between
 from planner.search.search import search
 from planner.solve.problem import Problem, evaluate, most_bytes
-from tests.planner.plans import Build
+from tests.planner.plans import Build, named
 from tests.planner.search.test_search import by_the_sum_alone, chain
 
 CASES = 200

@@ -11,7 +11,6 @@ from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.remat.levels import named
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold
@@ -19,7 +18,7 @@ from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
 from planner.search.remat_selection import MOST, WORTH, corners, with_levels_between
 from planner.search.search import search
-from tests.planner.plans import Build, cluster
+from tests.planner.plans import Build, cluster, named
 
 BATCH, WIDTH, WIDE = 512, 64, 256
 
