@@ -1,6 +1,6 @@
 """Parses what the command line names: clusters, pins, models and their inputs.
 
-Nothing here needs torch, so that wrong words are refused at once; :mod:`autopar.cli.model_loading` loads the
+NothingFits here needs torch, so that wrong words are refused at once; :mod:`autopar.cli.model_loading` loads the
 models.
 """
 

@@ -138,17 +138,17 @@ class ProgramBuilder:
     def sum(self, ref: Ref, route: Route) -> None:
         """Sum the gradient of a parameter, in one call an axis."""
         for step in route:
-            self.values[ref] = self.coalesced([self.values[ref]], (step,))[0]
+            self.values[ref] = self.brought([self.values[ref]], (step,))[0]
 
     def sum_parameters(self, block: Block) -> None:
         """Sum the gradients of what each micro-batch gathers, as far as that is done once a step, chunk by chunk."""
         for chunk in self.assignment.chunks(block):
             current = [self.values[ref] for ref in chunk]
             for steps in tuple(zip(*chunk.values(), strict=True))[: self.assignment.summed_together(chunk)]:
-                current = self.coalesced(current, steps)
+                current = self.brought(current, steps)
             self.values.update(zip(chunk, current, strict=True))
 
-    def unshard_parameters(self, block: Block) -> None:
+    def bring_parameters(self, block: Block) -> None:
         """Gather what the block uses replicated, and sum its gradients, in one call per chunk and axis; what is summed
         once a step, elsewhere.
         """
@@ -160,11 +160,11 @@ class ProgramBuilder:
                 if place < once:
                     continue
                 gathering = self.gatherings.get(number) if place == ahead.get(number) else None
-                current = self.coalesced(current, steps, gathering)
+                current = self.brought(current, steps, gathering)
             for (ref, route), value in zip(chunk.items(), current, strict=True):
                 self.ready[ref, route[-1].after] = value
 
-    def coalesced(
+    def brought(
         self, values: list[fx.Node], steps: tuple[ReshardStep, ...], gathering: fx.Node | None = None
     ) -> list[fx.Node]:
         """Parameters made replicated on an axis, together; the same step of each."""
@@ -264,15 +264,15 @@ class ProgramBuilder:
                 wanted += [(at, place) for place in saved_places(node, graph.input_types(node))]
             if at in again.drawing:
                 wanted.append((at, len(node.inputs)))
-        dropped: dict[fx.Node, None] = {}
+        given_up: dict[fx.Node, None] = {}
         for at, place in wanted:
             node = block.nodes[at]
             index = place - len(node.inputs)
             value = self.taken.get((node.name, place))
             if value is not None and value not in stops and (index < 0 or (at, index) in again.values):
-                dropped[value] = None
+                given_up[value] = None
         needed: dict[fx.Node, None] = {}
-        waiting = list(dropped)
+        waiting = list(given_up)
         while waiting:
             value = waiting.pop()
             if value not in needed and value not in stops:
@@ -287,9 +287,9 @@ class ProgramBuilder:
         for value in self.graph.nodes:
             if value in needed:
                 copies[value] = program.node_copy(value, copies.__getitem__)
-        program.output(tuple(copies[value] for value in dropped))
+        program.output(tuple(copies[value] for value in given_up))
         outputs = one_or_all(self.values[ref] for ref in block.outputs)
-        self.graph.output((outputs, tuple(dropped), tuple(sources)))
+        self.graph.output((outputs, tuple(given_up), tuple(sources)))
         return program
 
     def _argument(self, value: object, operands: Any) -> Any:
@@ -389,7 +389,7 @@ def block_body(
     for number in assignment.ahead(block):
         body.gatherings[number] = body.graph.placeholder(f"gathering_{number}")
     if not assignment.space.unsharding.once_per_step:
-        body.unshard_parameters(block)
+        body.bring_parameters(block)
     for node in block.nodes:
         body.emit(node, frozenset(block.outputs))
     return body

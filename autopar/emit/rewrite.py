@@ -165,9 +165,9 @@ class Root:
         in two parts, those that each of these gathers.
         """
         of_weights = self.assignment.space.micro_batched
-        gathered = gathered_again(self.assignment, instance, level, of_weights)
+        brought = gathered_again(self.assignment, instance, level, of_weights)
         chunks = self.assignment.chunks(instance.block)
-        return [number for number in self.assignment.ahead(instance.block) if not gathered.isdisjoint(chunks[number])]
+        return [number for number in self.assignment.ahead(instance.block) if not brought.isdisjoint(chunks[number])]
 
     def enter(self, number: int, chunks: Collection[Chunk]) -> dict[Ref, fx.Node]:
         """Have the parameters of a block on the device, or those that enter before all blocks, if parameters move;

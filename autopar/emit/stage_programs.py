@@ -230,7 +230,7 @@ class Outline:
         results = []
         for block in self.blocks:
             body.ready.clear()
-            body.unshard_parameters(block)
+            body.bring_parameters(block)
             for node in block.nodes:
                 for position, ref in enumerate(node.inputs):
                     key = ref, self.assignment.choice(node).operands[position]

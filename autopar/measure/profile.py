@@ -384,12 +384,12 @@ def _in_group(grids: Grids, device: torch.device, group: Any, size: int) -> Iter
         }
         for kind in KINDS:
             yield Call(("collective", kind, size, passed, False), acts[kind])
-        for kind in OVERLAPPED if device.type == "cpu" else ():
+        for kind in BROUGHT if device.type == "cpu" else ():
             key = ("collective", kind, size, passed)
             yield Beside((*key, True), partial(_sent, kind, x, group), (*key, False))
 
 
-OVERLAPPED = ("all_reduce", "all_gather", "reduce_scatter")
+BROUGHT = ("all_reduce", "all_gather", "reduce_scatter")
 """What blocks do with all of their parameters at once, while another block computes."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.formulation.remat.levels import NOTHING, Level, Recompute
-from planner.formulation.resharding import COALESCED, ReshardStep, Route
+from planner.formulation.resharding import BROUGHT, ReshardStep, Route
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
 from planner.formulation.unsharding import Unsharding
@@ -16,7 +16,7 @@ from planner.ir.graph import Node, Ref
 from planner.ir.layout import Layout
 
 Chunk = dict[Ref, Route]
-"""Parameters that are coalesced, from how they are stored to how they are used, by the same steps in order."""
+"""Parameters that are brought together, from how they are stored to how they are used, by the same steps in order."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Assignment:
         if self.space.graph.by_name[ref.node].op != "param" or self.space.reshard_point_of(ref) is not None:
             return ()
         route = self.operand_route(node, position)
-        if any(step.rule not in COALESCED for step in route):
+        if any(step.rule not in BROUGHT for step in route):
             return ()
         return _by_axis(route) if all(step.rule == "I>R" for step in route) else route
 
@@ -103,21 +103,21 @@ class Assignment:
 
     @property
     def gathering_nothing(self) -> set[int]:
-        """The kinds of blocks that have no gathered parameter to free, or use what is gathered once a step."""
+        """The kinds of blocks that have no gathered parameter to let go, or use what is gathered once a step."""
         kinds = enumerate(self.space.folded.kinds)
         return {
             kind
             for kind, (first, *_) in kinds
-            if self.space.unsharding.once_per_step or not self._frees_gathered(kind, first.block)
+            if self.space.unsharding.once_per_step or not self._lets_go(kind, first.block)
         }
 
-    def _frees_gathered(self, kind: int, block: Block) -> bool:
+    def _lets_go(self, kind: int, block: Block) -> bool:
         taken = zip(block.nodes, self.space.decision_graph.blocks.again(kind, "gathered").taken, strict=True)
         routes = (self.operand_route(node, position) for node, positions in taken for position in positions)
         return any(step.rule.startswith("S") for route in routes for step in route)
 
     def chunks(self, block: Block) -> list[Chunk]:
-        """The parameters of a block that are coalesced."""
+        """The parameters of a block that are brought together."""
         found: dict[object, Chunk] = {}
         for node in block.nodes:
             for position, ref in enumerate(node.inputs):
@@ -132,7 +132,7 @@ class Assignment:
         return self.given_up(instance, level) if self.space.runs_backward(instance) else set()
 
     def given_up(self, instance: Instance, level: Level) -> set[Ref]:
-        """Those of them that a level frees, whether backward passes the instance or not."""
+        """Those of them that a level lets go, whether backward passes the instance or not."""
         space, nodes, found = self.space, instance.block.nodes, set[Ref]()
         if not space.unsharding.unshards_again(level):
             return found

@@ -79,7 +79,7 @@ class DecisionGraph:
     def together(self) -> dict[Variable, Together]:
         """Variable of a parameter that one operator of one block reads -> those of its block that are like it.
 
-        They are gathered in one call as far as they are stored and used alike (:meth:`Assignment.chunks`), and are
+        They are brought in one call as far as they are stored and used alike (:meth:`Assignment.chunks`), and are
         priced as if they all were.
         """
         found: dict[Variable, Together] = {}

@@ -76,7 +76,7 @@ class PipelinePace:
 class Packed(PipelinePace):
     """That of equal blocks, each whole on some rank: how often one rank takes what it takes in them.
 
-    Nothing is known of other blocks, nor of what only some of these recompute.
+    NothingFits is known of other blocks, nor of what only some of these recompute.
 
     Attributes:
         instances: their numbers in the graph.

@@ -35,7 +35,7 @@ STEPS: dict[str, tuple[str, str]] = {
     "I>P": ("", ""),
     "R>P": ("", ""),
 }
-COALESCED = frozenset({"I>R", "S>R"})
+BROUGHT = frozenset({"I>R", "S>R"})
 """Steps that a block makes for several parameters in one call: to gather them, and to reduce their gradients."""
 
 
@@ -116,7 +116,7 @@ _RULES = tuple(STEPS)
 _KINDS = ("", *sorted({kind for kinds in STEPS.values() for kind in kinds if kind}))
 _FORWARD = np.array([_KINDS.index(STEPS[rule][0]) for rule in _RULES])
 _BACKWARD = np.array([_KINDS.index(STEPS[rule][1]) for rule in _RULES])
-_IS_COALESCED = np.array([int(rule in COALESCED) for rule in _RULES])
+_IS_BROUGHT = np.array([int(rule in BROUGHT) for rule in _RULES])
 
 
 class Passes(NamedTuple):
@@ -198,7 +198,7 @@ class ConversionTable:
         first: the local types on the first axis, where they are not all that are possible.
         first_is_last: nothing else changes any more once the first axis is replicated.
         together: see :func:`passes`.
-        is_coalesced: the value is a parameter that its block gathers with others. One call reduces their gradients to
+        is_brought: the value is a parameter that its block gathers with others. One call reduces their gradients to
             where they are stored; so none is gathered by itself to have its gradient summed whole.
 
     Attributes:
@@ -218,7 +218,7 @@ class ConversionTable:
         first: Collection[LocalType] | None = None,
         first_is_last: bool = False,
         together: int = 0,
-        is_coalesced: bool = False,
+        is_brought: bool = False,
     ):
         self.tensor, self.mesh = tensor, mesh
         types: list[LocalType] = [R, P, *sorted(shards)] if not tensor.grad else [R, I, P, *sorted(shards)]
@@ -251,10 +251,10 @@ class ConversionTable:
                 copied_s = touch_s_per_byte * (times[0] * held[src] + times[1] * held[dst])
                 return np.where(times.any(axis=0), launch_s + copied_s, 0.0)
 
-            is_shared = _IS_COALESCED[rules] if together else 0
+            is_shared = _IS_BROUGHT[rules] if together else 0
             forward[src, dst] = prices[is_shared, _FORWARD[rules], src] + moved_s(there)
             backward[src, dst] = prices[is_shared, _BACKWARD[rules], dst] + moved_s(back) if tensor.grad else 0.0
-            if is_coalesced:
+            if is_brought:
                 is_last[src, dst] = rules == _RULES.index("S>I")
         lasts = np.where(is_last, np.stack([forward, backward]), np.inf)
         forward[is_last] = backward[is_last] = np.inf

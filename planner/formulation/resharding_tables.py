@@ -18,7 +18,7 @@ from planner.ir.layout import MICRO, Axis, LocalType
 from planner.solve.problem import Floats, Ints
 
 BUCKET_BYTES = 25 * 2**20
-NOT_COALESCED = Together(0, 1.0)
+NOT_BROUGHT = Together(0, 1.0)
 """Of what is no parameter that one operator of one block reads."""
 
 
@@ -55,10 +55,9 @@ class ReshardingTables:
         # What is gathered is used by all micro-batches; what they sum up is reduced once.
         is_summed_first = micro_batches is not None and tensor.grad and is_param and self.unsharding.once_per_step
         comes = is_param and not self.unsharding.once_per_step, is_param and self.unsharding.all_reduces_once
-        together = self.together(ref)
-        is_coalesced = self.variables.variable_of[ref.node] in self.decision_graph.together
+        together, is_brought = self.together(ref), self.variables.variable_of[ref.node] in self.decision_graph.together
         beside = self.unsharding.overlaps_gather, self.unsharding.overlaps_reduce
-        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_coalesced, beside)
+        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_brought, beside)
         if key not in self._tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
@@ -74,7 +73,7 @@ class ReshardingTables:
                     start_s = self.cost.collective_s(kind, axis, 0.0, beside=is_beside)
                     whole_s = self.cost.collective_s(kind, axis, bytes_in * together.times, beside=is_beside)
                     return (start_s / together.parameters + (whole_s - start_s) / together.times) / parts
-                # Nothing but sums crosses from micro-batch to micro-batch; they are added up as they come, in
+                # NothingFits but sums crosses from micro-batch to micro-batch; they are added up as they come, in
                 # place.
                 each_s = 3 * touch if kind == "all_reduce" else math.inf
                 return np.asarray((axis.size - 1) / parts * each_s * np.maximum(bytes_in, 1), np.float64)
@@ -89,7 +88,7 @@ class ReshardingTables:
                 micro_batches,
                 is_summed_first,
                 together.parameters,
-                is_coalesced,
+                is_brought,
             )
         return self._tables[key]
 
@@ -102,14 +101,14 @@ class ReshardingTables:
         return self.mesh.micro_batches if is_param and is_once and not self.unsharding.once_per_step else 1
 
     def together(self, ref: Ref) -> Together:
-        """Parameters that are coalesced with this one in one call, itself included; each has its share of the call.
+        """Parameters that are brought in one call with this one, itself included; each has its share of the call.
 
         The shares are equal in what a call takes however small it is, and by bytes in the rest. Of a cluster that was
         not measured each pays for a call of its own: what a call there is stated to take is the wire's part alone.
         """
         if self.cost.cluster.calibration is None:
-            return NOT_COALESCED
-        return self.decision_graph.together.get(self.variables.variable_of[ref.node], NOT_COALESCED)
+            return NOT_BROUGHT
+        return self.decision_graph.together.get(self.variables.variable_of[ref.node], NOT_BROUGHT)
 
     def _micro_batches(self, ref: Ref) -> frozenset[LocalType]:
         """The local types that a value has over micro-batches where it is made and where it is read."""

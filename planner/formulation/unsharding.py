@@ -31,7 +31,7 @@ class Unsharding:
         once_per_step: instead of in each micro-batch.
         prefetch: whether a micro-batch unshards a block's while it computes the block before; else where they are used.
         micro_batched: whether the step is more than one forward and one backward.
-        on_device: whether parameters have their home on the device, and not fetched from a host or a disk for each
+        on_device: whether parameters are with their home on the device, and not brought from a host or a disk for each
             use.
     """
 

@@ -65,7 +65,7 @@ Layout = tuple[LocalType, ...]
 
 
 MICRO = "micro"
-"""The axis of micro-batches: the same devices one time after another instead of devices."""
+"""The axis of micro-batches: micro-batches of the same devices instead of devices."""
 PIPELINE = "pipeline"
 """The axis of stages; no mesh of the planner has it, since each stage has a mesh."""
 

@@ -13,8 +13,8 @@ from fractions import Fraction
 
 from planner.base.symbolic_float import Formula, divided, formula_of, growing, largest, smallest
 from planner.formulation.decisions import Together
-from planner.formulation.resharding import COALESCED, Phase, ReshardStep, local_bytes, passes, together_on
-from planner.formulation.resharding_tables import NOT_COALESCED
+from planner.formulation.resharding import BROUGHT, Phase, ReshardStep, local_bytes, passes, together_on
+from planner.formulation.resharding_tables import NOT_BROUGHT
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
 from planner.ir.graph import Node, Ref
@@ -34,7 +34,7 @@ class ClosedSpace(Space):
         """Operations of backward for each of forward: two products for one; flash attention scores once more."""
         return Fraction(5, 2) if attends(node.op) else Fraction(2)
 
-    def collective_s(self, kind: str, axis: Axis, bytes_in: int, together: Together = NOT_COALESCED) -> float:
+    def collective_s(self, kind: str, axis: Axis, bytes_in: int, together: Together = NOT_BROUGHT) -> float:
         if axis.name == MICRO:  # only sums cross from micro-batch to micro-batch; they are added up as they come
             return growing(0.0, 3 / self._bandwidth, (axis.size - 1) * bytes_in)
         terms = self.cost.collective_terms(kind, axis)
@@ -62,7 +62,7 @@ class ClosedSpace(Space):
             backward_s += copied_s(step, "backward") if tensor.grad else 0.0
             axis = self.mesh.axes[step.axis]
             for call in step.collectives(tensor, self.mesh):
-                sharing = together if step.rule in COALESCED else NOT_COALESCED
+                sharing = together if step.rule in BROUGHT else NOT_BROUGHT
                 called_s = self.collective_s(call.kind, axis, call.bytes_in, sharing) / self.tables.parts(
                     ref, call.kind, axis
                 )

@@ -1,7 +1,7 @@
 """Runs a block without saving for backward what can be recomputed (activation checkpointing).
 
-The block's program returns, beside its outputs, the values to drop and those to make them from. While it runs,
-autograd hands over every tensor that it saves; when it returns, those that lie in the memory of a value to drop are
+The block's program returns, beside its outputs, the values to give up and those to make them from. While it runs,
+autograd hands over every tensor that it saves; when it returns, those that lie in the memory of a value to give up are
 let go. The first of them that backward asks for makes all of them again, in one run of a second program that holds
 just the statements which that takes. Nothing else about autograd changes: gradients are the same to the last bit.
 
@@ -30,7 +30,7 @@ from autopar.runtime.spmd.run_state import RunState
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 Place = int | tuple[int, int]
-"""A value to drop, by its number; or a tensor saved in a region of random numbers: the numbers of both."""
+"""A value to give up, by its number; or a tensor saved in a region of random numbers: the numbers of both."""
 
 
 def recompute(
@@ -39,8 +39,8 @@ def recompute(
     """Run ``program`` and return its outputs.
 
     Args:
-        program: returns (outputs, values to drop, values to keep).
-        again: takes the values to keep, then all gatherings; returns the values to drop.
+        program: returns (outputs, values to give up, values to keep).
+        again: takes the values to keep, then all gatherings; returns the values to give up.
         inputs: what ``program`` takes: tensors, then gatherings.
         holder: is told of what is held until backward, if that may leave the device.
     """
@@ -55,12 +55,12 @@ def recompute(
         return cells[-1]
 
     with saved_tensors_hooks(pack, _Cell.unpack), state.random.recorded() as seeds:
-        outputs, dropped, kept = program(*inputs)
+        outputs, given_up, kept = program(*inputs)
     regions = _entered(program, again, seeds) if seeds else {}
     frame = _Frame(
-        again, dropped, [(hold(value), value.requires_grad) for value in kept], gatherings_of(inputs), state, regions
+        again, given_up, [(hold(value), value.requires_grad) for value in kept], gatherings_of(inputs), state, regions
     )
-    places: dict[int, Place] = {memory_of(value): place for place, value in reversed([*enumerate(dropped)])}
+    places: dict[int, Place] = {memory_of(value): place for place, value in reversed([*enumerate(given_up)])}
     stay = {memory_of(value) for value in kept}
     seen: Counter[int] = Counter()
     for cell in cells:
@@ -139,7 +139,7 @@ class _Frame:
     def __init__(
         self,
         again: GraphModule,
-        dropped: Sequence[Tensor],
+        given_up: Sequence[Tensor],
         kept: Sequence[tuple[SavedHandle, bool]],
         gatherings: Sequence[PrefetchedGather],
         state: RunState,
@@ -149,7 +149,7 @@ class _Frame:
         self.regions = regions
         self._again, self._kept = again, kept
         self._gatherings = gatherings
-        self._geometries = [_geometry(value) for value in dropped]
+        self._geometries = [_geometry(value) for value in given_up]
         self._state, self._training, self._autocast = state, state.training, _autocast_now()
         self._made: dict[Place, Tensor] = {}
         self._left: Counter[Place] = Counter()

@@ -401,13 +401,13 @@ def check_separate(make: Callable[..., Any], options: Mapping[str, Any]) -> None
     """
     options = at_a_rate(options)
     try:
-        at_once, in_turn = (_stepped(make, options, is_apart) for is_apart in (False, True))
+        at_once, in_micro_batch = (_stepped(make, options, is_apart) for is_apart in (False, True))
     except (*FAILURES, AttributeError) as error:  # what it has made itself, a twin has not
         raise InputError(
             f"{name_of(make)} does not step some of its parameters as torch.optim.Optimizer does, from gradients alone "
             f"({first_line(error)}), which updates in backward do: take another, or {AFTER}"
         ) from error
-    if not all(torch.allclose(*both, rtol=1e-10, atol=1e-12) for both in zip(at_once, in_turn, strict=True)):
+    if not all(torch.allclose(*both, rtol=1e-10, atol=1e-12) for both in zip(at_once, in_micro_batch, strict=True)):
         raise InputError(
             f"{name_of(make)} does not update each parameter by itself, and in backward (pin 'update' is 'backward') "
             "some are updated before the gradients of others are there: take one that does (AdamW, SGD, RMSprop, "

@@ -1,4 +1,4 @@
-"""Offload executor: what the running program asks of model data that has its home on the host or on disk.
+"""Offload executor: what the running program asks of model data that is with their home on the host or on disk.
 
 It is told when the program, and then backward, enters a block (:mod:`autopar.runtime.offload.block_hooks`), and has
 :class:`~autopar.runtime.offload.transfers.Transfers` do what stands in the transfer schedule there. A micro-batched

@@ -10,7 +10,7 @@ that needs one of these values makes them all, in the order of forward (:mod:`pl
 
 A block's inputs are held by its caller until it returns; gradients of parameters stay; outputs other than the loss are
 taken to be dropped before backward starts (``loss = pmodel(**batch).loss``). Optimizer state and parameters
-are there throughout, unless they have their home on the host: then they, and gradients of parameters, are left out
+are there throughout, unless they are with their home on the host: then they, and gradients of parameters, are left out
     here
 (:mod:`planner.analysis.offload.step_timing`). Where instances do nothing that is new
 (:mod:`planner.analysis.memory.steady_state`), only the first and the last of them are simulated. Blocks handed out by

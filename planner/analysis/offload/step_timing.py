@@ -1,4 +1,4 @@
-"""Offload: a step of a plan whose model data has its home on the host or on disk: its transfer schedules, and
+"""Offload: a step of a plan whose model data is with their home on the host or on disk: its transfer schedules, and
 what it takes.
 
 The step of every rank is a trace of chunks (:mod:`planner.analysis.offload.step_trace`), of which a transfer schedule
@@ -196,7 +196,7 @@ class WorkingSet:
 def largest_working_set(assignment: Assignment, memory: Usage | None, staged: Staged | None = None) -> WorkingSet:
     """That of the moment which needs the most: no smaller budget will do.
 
-    Where model data has its home on the device, all of it is beside chunks.
+    Where model data is with their home on the device, all of it is beside chunks.
 
     Args:
         memory: as in :func:`offloaded`.

@@ -1,4 +1,4 @@
-"""A step of one rank whose model data has its home on the host or on disk, as a trace of chunks, moment by
+"""A step of one rank whose model data is with their home on the host or on disk, as a trace of chunks, moment by
 moment.
 
 A chunk is an item of the trace, fetched for forward, and again for backward where autograd reads the parameters' own

@@ -111,7 +111,7 @@ class Pins:
         offload = pin.pop("offload", None)
         if offload is not None and not (isinstance(offload, str) and offload in TIERS):
             raise PinError(
-                f"pin 'offload' is {offload!r}; parameters, gradients and optimizer state have their home on the "
+                f"pin 'offload' is {offload!r}; parameters, gradients and optimizer state are with their home on the "
                 "device "
                 "('none', as if it were left out), on the host ('host'), there but of as many blocks on the device as "
                 "makes the step shortest ('auto'), or in files ('disk')"

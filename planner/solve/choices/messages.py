@@ -124,7 +124,7 @@ class Messages:
     def choice_excess(self, singles: Sequence[Floats]) -> list[Floats]:
         """Per vertex and choice, by how much it lifts the bound of the last sweep under the same ``singles``.
 
-        The messages split all costs into sums that are nowhere negative, and zero at best; an assignment with a
+        The messages micro-batch all costs into sums that are nowhere negative, and zero at best; an assignment with a
         choice costs at least what the sums that the choice takes part in cost with it.
         """
         excess, shares = [], []

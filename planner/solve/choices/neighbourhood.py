@@ -89,9 +89,9 @@ class Neighbourhood:
         for number, region in enumerate(self._regions(self.near(weights.columns), size)):
             if time.monotonic() > deadline:
                 return
-            turn = number % len(guides)
-            near = self.near(guides[turn].columns)
-            self._take(solve_region(near, singles[turn], region, self.assignment), strictly=True)
+            micro_batch = number % len(guides)
+            near = self.near(guides[micro_batch].columns)
+            self._take(solve_region(near, singles[micro_batch], region, self.assignment), strictly=True)
 
     def _regions(self, near: Near, size: int) -> list[list[int]]:
         """Regions that cover all vertices."""

@@ -202,7 +202,7 @@ def _check_item(trace: Trace, item: Item) -> None:
     if item.home not in trace.links:
         known = ", ".join(trace.links) or "none"
         raise TransferScheduleError(
-            f"item {item.name} has its home on {item.home!r}, to which no link leads; links: {known}"
+            f"item {item.name} is with their home on {item.home!r}, to which no link leads; links: {known}"
         )
     before = -1
     for use in item.uses:
@@ -221,8 +221,9 @@ def _check_item(trace: Trace, item: Item) -> None:
             )
         if trace.moments[place].on == "host" and item.home != "host":
             raise TransferScheduleError(
-                f"{use.moment} computes on the host, but item {item.name} has its home on {item.home}; give it its "
-                "home on the host, or let the moment compute on the device"
+                f"{use.moment} computes on the host, but item {item.name} is with their home on {item.home}; give it "
+                "its home "
+                "on the host, or let the moment compute on the device"
             )
         before = place
 

@@ -113,7 +113,7 @@ def test_blocks_stay_whole() -> None:
     assert max(map(len, fold(graph).kinds)) == 6
 
 
-def test_random_numbers_are_drawn_in_turn() -> None:
+def test_random_numbers_are_drawn_in_micro_batch() -> None:
     for kinds in itertools.permutations(sorted(KINDS)):
         drawn = [node.results[0].shape for node in graph_of(kinds, draws=True).nodes if node.op == "aten.rand.default"]
         assert drawn == [(DRAWN[kind],) for kind in kinds]

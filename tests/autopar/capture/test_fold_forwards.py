@@ -433,7 +433,7 @@ def own_layers(forward: Forward, layer: Forward, n: int = 5) -> Make:
 
 
 LAYERS: dict[str, tuple[Make, int]] = {
-    "inner modules by turns": (layers(lambda s, x: x + (s.act if s.index % 2 else s.other)(s.linear(x))), 2),
+    "inner modules by micro-batches": (layers(lambda s, x: x + (s.act if s.index % 2 else s.other)(s.linear(x))), 2),
     "identity of activations": (layers(is_itself, 7), 4),
     "identity of weights": (layers(own_weight_is_itself), 2),
     "types": (layers(asks_for_its_type), 2),

@@ -54,7 +54,7 @@ def test_every_table_is_there(measured: Calibration) -> None:
     found = {(curve.kind, curve.size) for curve in measured.collectives if not curve.beside}
     assert found == {(kind, 2) for kind in KINDS}
     beside = {(curve.kind, curve.size) for curve in measured.collectives if curve.beside}
-    assert beside == {(kind, 2) for kind in profiling.OVERLAPPED}
+    assert beside == {(kind, 2) for kind in profiling.BROUGHT}
 
 
 def test_prices_are_the_measured_ones(measured: Calibration) -> None:

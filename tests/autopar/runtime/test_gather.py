@@ -258,8 +258,8 @@ def test_micro_batched_a_plan_that_waits_gathers_nothing_ahead(calls: Calls) -> 
         calls.clear()
         assert simulate(ref, assignment, 0, micro_batched).worst[0] <= 1e-10
         gathers = [call for call in calls if "gather" in call]
-        in_turn = [name for call in gathers if not call.startswith("wait") for name in (call, f"wait {call}")]
-        assert (gathers == in_turn) == (each is waiting)
+        in_micro_batch = [name for call in gathers if not call.startswith("wait") for name in (call, f"wait {call}")]
+        assert (gathers == in_micro_batch) == (each is waiting)
 
 
 def one_ahead(gathers: list[str]) -> list[str]:

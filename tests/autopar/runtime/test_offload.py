@@ -259,7 +259,7 @@ def test_parameters_come_and_go() -> None:
     assert made.arena.high_water_bytes == 128 and made.arena.held_bytes == 0
 
 
-def test_gradients_take_turns_in_memories_at_home() -> None:
+def test_gradients_take_micro_batches_in_memories_at_home() -> None:
     """The smallest that is free, once what holds one is over, and none where somebody keeps them all."""
     held: list[torch.Tensor] = []
 

@@ -25,7 +25,7 @@ from tests.planner.search.test_offload_micro_batched import offload
 
 WIDE, NARROW = 64 * 4 * 128 * 4 // 4, 64 * 128 * 4 // 4
 """Bytes of a layer's hidden values in one of four micro-batches, and of what it adds them to."""
-MICRO_BATCHES = range(4)
+MICRO_BATCHED_PLANS = range(4)
 ALL, NONE = {"activations": "all"}, {"activations": "none"}
 
 
@@ -56,7 +56,7 @@ def test_each_micro_batch_has_items_of_its_own_counted_by_hand() -> None:
     """A quarter of what a layer saves without micro-batches: what enters it and its relu's result."""
     (table,) = micro_batched().transfer_schedules
     layers = {f"saved {number + 1} layers.{number}": NARROW + WIDE for number in range(4)}
-    for micro_batch in MICRO_BATCHES:
+    for micro_batch in MICRO_BATCHED_PLANS:
         assert saved_in(table, micro_batch) == {**layers, "saved 5 head": NARROW}
         uses = table.trace.item[of_micro_batch("saved 2 layers.1", micro_batch)].uses
         assert uses == (
@@ -84,7 +84,7 @@ def test_what_others_in_flight_have_saved_is_not_beside() -> None:
         beside = {moment.name: moment.other_bytes for moment in table.trace.moments}
         each = [
             beside[of_micro_batch(f"forward {blocks.start + 1} layers.{blocks.start}", micro_batch)]
-            for micro_batch in MICRO_BATCHES
+            for micro_batch in MICRO_BATCHED_PLANS
         ]
         loss = 4 * rank
         assert [more - before for before, more in pairwise(each)] == [moved.saved_bytes + loss] * 3
@@ -98,8 +98,8 @@ def test_micro_batches_that_are_not_in_flight_together_share_memory_at_home() ->
     flushed = tight(micro_batched(pipeline=2, schedule="gpipe")).transfer_schedules
     for each in flushed:  # all of them are in flight
         assert sorted(saved_homes(each)) == sorted(each.trace.item[name].bytes for name in leaving(each))
-    in_turn = tight(micro_batched(pipeline=2, schedule="1f1b")).transfer_schedules
-    assert 0 < sum(map(saved_bytes, in_turn)) < sum(map(saved_bytes, flushed))
+    in_micro_batch = tight(micro_batched(pipeline=2, schedule="1f1b")).transfer_schedules
+    assert 0 < sum(map(saved_bytes, in_micro_batch)) < sum(map(saved_bytes, flushed))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -8,7 +8,7 @@ import pytest
 from planner.cost.calibration import Calibration
 from planner.cost.model import CostModel
 from planner.formulation.resharding import STEPS, Collective, ConversionTable, ReshardStep, passes
-from planner.formulation.resharding_tables import BUCKET_BYTES, NOT_COALESCED
+from planner.formulation.resharding_tables import BUCKET_BYTES, NOT_BROUGHT
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
@@ -94,20 +94,20 @@ def test_routes_are_legal_and_as_cheap_as_promised(mesh):
         assert seconds["backward"] == pytest.approx(found.backward_s[i, j], abs=1e-7)
 
 
-def coalesced(mesh):
+def brought(mesh):
     """Of a parameter, where to gather it and to sum all of its gradient by itself would be the quickest."""
 
     def quick_sums(kind, axis, bytes_in, is_shared):
         return price(kind, axis, bytes_in, is_shared) * (0.1 if kind == "all_reduce" else 1.0)
 
     return ConversionTable(
-        TENSOR, mesh, (Shard(0), Shard(1)), quick_sums, touch_s_per_byte=0.0, launch_s=1e-8, is_coalesced=True
+        TENSOR, mesh, (Shard(0), Shard(1)), quick_sums, touch_s_per_byte=0.0, launch_s=1e-8, is_brought=True
     )
 
 
 def test_gradients_of_parameters_are_reduced_to_where_they_are_stored():
     mesh = Mesh.of(a=2, b=2)
-    found = coalesced(mesh)
+    found = brought(mesh)
     for src, dst in itertools.product(found.layouts, repeat=2):
         if np.isfinite(found.forward_s[found.index[src], found.index[dst]]):
             rules = [step.rule for step in found.route(src, dst)]
@@ -144,7 +144,7 @@ def test_routes_obey_the_triangle_inequality():
 
 
 def test_partial_sums_are_never_made_up():
-    """Nothing but a whole value turns into terms of a sum, and shards never do."""
+    """NothingFits but a whole value turns into terms of a sum, and shards never do."""
     found = table(Mesh.of(a=2))
     assert np.isfinite(found.forward_s[found.index[(R,)], found.index[(P,)]])
     assert all(step.src in (R, I) for step in found.route((Shard(0),), (P,)) if step.dst == P)
@@ -190,7 +190,7 @@ def test_parameters_that_one_call_brings_pay_for_one_call_together(source, kind,
         shares.append(back_s - start_s - copied_s * sizes[ref])
     assert sum(shares) == pytest.approx(cost.collective_s(kind, mesh.axes[0], sum(sizes.values()), beside=beside))
     assert min(shares) >= cost.collective_s(kind, mesh.axes[0], 0, beside=beside) / len(refs)
-    assert all(stated.tables.together(ref) == NOT_COALESCED for ref in refs)
+    assert all(stated.tables.together(ref) == NOT_BROUGHT for ref in refs)
 
 
 @pytest.mark.parametrize("gathers", ["each", "once"])

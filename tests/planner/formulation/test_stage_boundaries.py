@@ -26,7 +26,7 @@ from planner.search.branch_and_bound import Searched
 from planner.search.search import search
 from tests.planner.plans import cluster, residual_mlp
 
-BATCH, WIDTH, LAYERS, MICRO_BATCHES = 64, 256, 6, 8
+BATCH, WIDTH, LAYERS, MICRO_BATCHED_PLANS = 64, 256, 6, 8
 
 
 def skipping() -> Graph:
@@ -75,18 +75,20 @@ def test_values_gradients_the_loss_and_ties(schedule: str, ranks: tuple[int, ...
     pin = {
         "pipeline": len(set(ranks)),
         "data": 2,
-        "micro_batches": MICRO_BATCHES,
+        "micro_batches": MICRO_BATCHED_PLANS,
         "schedule": schedule,
         "zero": 0,
     }
     plan = planned(skipping(), pin, 2 * len(set(ranks)))
-    rows = BATCH // MICRO_BATCHES // 2
+    rows = BATCH // MICRO_BATCHED_PLANS // 2
     expected = Counter[Exchange]()
     for boundary, (here, there) in enumerate(pairwise(ranks)):
         if here != there:
             both = Exchange("send", (here, there), rows * WIDTH * 4, "forward", boundary)
-            expected[both] = expected[replace(both, ranks=(there, here), phase="backward")] = 2 * MICRO_BATCHES
-            expected[Exchange("send", (here, there), rows * WIDTH, "forward", boundary)] = MICRO_BATCHES  # the mask
+            expected[both] = expected[replace(both, ranks=(there, here), phase="backward")] = 2 * MICRO_BATCHED_PLANS
+            expected[Exchange("send", (here, there), rows * WIDTH, "forward", boundary)] = (
+                MICRO_BATCHED_PLANS  # the mask
+            )
     everybody = tuple(sorted(set(ranks)))
     expected[Exchange("broadcast", everybody, 16, "forward")] = 1
     if ranks[0] != ranks[-1]:
@@ -99,7 +101,7 @@ def test_values_gradients_the_loss_and_ties(schedule: str, ranks: tuple[int, ...
 
 
 def test_all_that_read_a_parameter_hold_update_and_sum_it() -> None:
-    pin = {"pipeline": 4, "micro_batches": MICRO_BATCHES, "schedule": "1f1b", "zero": 0}
+    pin = {"pipeline": 4, "micro_batches": MICRO_BATCHED_PLANS, "schedule": "1f1b", "zero": 0}
     _, found = searched(skipping(), pin, 4)
     alone = price([replace(link, shared=()) for link in found.links], found.pipeline, found.cut)
     size = WIDTH * WIDTH * 4
@@ -120,15 +122,15 @@ def test_all_that_read_a_parameter_hold_update_and_sum_it() -> None:
 
 
 def test_exchanges_are_read_and_shown() -> None:
-    plan = planned(skipping(), {"pipeline": 2, "micro_batches": MICRO_BATCHES, "schedule": "1f1b"}, 2)
+    plan = planned(skipping(), {"pipeline": 2, "micro_batches": MICRO_BATCHED_PLANS, "schedule": "1f1b"}, 2)
     again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert again.predicted.exchanges == plan.predicted.exchanges
     calls = {(call.kind, call.phase): count for call, count in plan.predicted.calls if call.axis == "pipeline"}
     assert calls[("broadcast", "forward")] == calls[("all_reduce", "backward")] == 2  # both ranks
-    assert calls[("send", "backward")] == 2 * MICRO_BATCHES
+    assert calls[("send", "backward")] == 2 * MICRO_BATCHED_PLANS
     row = next(line for line in text(plan).splitlines() if line.startswith("  forward") and "send" in line)
-    assert row.split()[2:4] == ["pipeline", str(3 * MICRO_BATCHES)]
+    assert row.split()[2:4] == ["pipeline", str(3 * MICRO_BATCHED_PLANS)]
     assert (
         "exchanges"
-        not in planned(skipping(), {"pipeline": 1, "micro_batches": MICRO_BATCHES}, 2).to_dict()["predicted"]
+        not in planned(skipping(), {"pipeline": 1, "micro_batches": MICRO_BATCHED_PLANS}, 2).to_dict()["predicted"]
     )

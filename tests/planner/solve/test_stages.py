@@ -154,8 +154,8 @@ def test_gradients_count_when_the_first_backward_is_over() -> None:
     for gradient_bytes, most in ((3, 80), (30, 60 + 2 * 30)):
         chain = [(ChainBlock("a", 1, 1, 1, 100, (RematOption(0, 10),), gradient_bytes=gradient_bytes), 4)]
         assert rank_bytes(Pipeline("gpipe", 2, 4), chain, (0, 2, 4), (0,) * 4) == (200 + most, 200 + most)
-        in_turn = rank_bytes(Pipeline("1f1b", 2, 4), chain, (0, 2, 4), (0,) * 4)
-        assert in_turn == (200 + 2 * gradient_bytes + 40, 200 + 2 * gradient_bytes + 20)
+        in_micro_batch = rank_bytes(Pipeline("1f1b", 2, 4), chain, (0, 2, 4), (0,) * 4)
+        assert in_micro_batch == (200 + 2 * gradient_bytes + 40, 200 + 2 * gradient_bytes + 20)
 
 
 def test_equal_blocks_may_be_cut_unevenly_where_the_head_is_heavy() -> None:

@@ -315,7 +315,7 @@ WRONG = {
     "item x: nan bytes; give a whole number": (M, (Item("x", float("nan"), ()),), HOST),  # type: ignore[arg-type]
     "2 items have the name 'x'": (M, (Item("x", 1, ()), Item("x", 1, ())), HOST),
     "item x has -1 bytes": (M, (Item("x", -1, ()),), HOST),
-    "item x has its home on 'disk'": (M, (Item("x", 1, (), "disk"),), HOST),
+    "item x is with their home on 'disk'": (M, (Item("x", 1, (), "disk"),), HOST),
     "access 'read'": (M, (Item("x", 1, (ItemUse("a", "read"),)),), HOST),  # type: ignore[arg-type]
     "there is no such moment": (M, (Item("x", 1, (ItemUse("d"),)),), HOST),
     "x is used by a after b": (M, (Item("x", 1, (ItemUse("b"), ItemUse("a"))),), HOST),
