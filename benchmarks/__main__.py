@@ -12,8 +12,9 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,40 +68,12 @@ THEIRS = {
 
 def main(what: list[str]) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    if not what or "plan" in what:
-        plans()
-    if not what or "step" in what:
-        steps("step_time", "Step time", STEP_CASES)
-    if not what or "stages" in what:
-        steps("stages", "Step time of pipelines", STAGE_CASES)
-    if not what or "shards" in what:
-        steps("shards", "Step time of sharded parameters", SHARD_CASES)
-    if not what or "predicted" in what:
-        predictions()
-    if not what or "published" in what:
-        published_runs()
-    if not what or "runs" in what:
-        planned()
-    if not what or "iopddl" in what:
-        problems()
-    if not what or "memory" in what:
-        peaks()
-    if not what or "pipeline" in what:
-        pipelines()
-    if not what or "schedules" in what:
-        schedules_run()
-    if not what or "transfer_schedule" in what:
-        transfer_schedules()
-    if not what or "offload" in what:
-        offloads()
+    for part, run in PARTS.items():
+        by_default = not part.startswith("gpu_") or (torch.cuda.is_available() and part != "gpu_largest")
+        if part in what or (not what and by_default):
+            run()
     if not what or "fuzz" in what:
         damages(next((int(each) for each in what if each.isdigit()), fuzz.FILES))
-    if "gpu_offload" in what or (not what and torch.cuda.is_available()):
-        gpu_offloads()
-    if "gpu_steps" in what or (not what and torch.cuda.is_available()):
-        gpu_steps()
-    if "gpu_largest" in what:
-        gpu_largest()
 
 
 def plans() -> None:
@@ -578,6 +551,25 @@ def damages(files: int) -> None:
     if any(r.faults for r in found):
         raise SystemExit("some files raised raw errors: their seeds and tracebacks stand above")
 
+
+PARTS: dict[str, Callable[[], None]] = {
+    "plan": plans,
+    "step": partial(steps, "step_time", "Step time", STEP_CASES),
+    "stages": partial(steps, "stages", "Step time of pipelines", STAGE_CASES),
+    "shards": partial(steps, "shards", "Step time of sharded parameters", SHARD_CASES),
+    "predicted": predictions,
+    "published": published_runs,
+    "runs": planned,
+    "iopddl": problems,
+    "memory": peaks,
+    "pipeline": pipelines,
+    "schedules": schedules_run,
+    "transfer_schedule": transfer_schedules,
+    "offload": offloads,
+    "gpu_offload": gpu_offloads,
+    "gpu_steps": gpu_steps,
+    "gpu_largest": gpu_largest,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -9,21 +9,17 @@ import json
 import logging
 import multiprocessing
 import os
-import platform
-import subprocess
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from benchmarks.beside import summary
 
-RESULTS = Path(__file__).parent / "results"
 PROCESSES = max(1, min(2, os.cpu_count() or 1))
 SLOWEST_FIRST = ("t5", "llama", "gpt2", "resnet", "bert", "shared-layers", "encoder", "functional-gpt", "vit")
 
@@ -36,7 +32,7 @@ def main(models: Sequence[str]) -> int:
     order = [*SLOWEST_FIRST, *(name for name in MODELS if name not in SLOWEST_FIRST)]
     chosen = [name for name in order if not models or name in models]
     meshes = list(dict.fromkeys(recipe.sizes for recipe in RECIPES))
-    start, rows = time.monotonic(), []
+    facts, start, rows = record.circumstances(), time.monotonic(), []
     total = len(chosen) * len(RECIPES)
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"), initializer=quiet) as pool:
         waiting = [pool.submit(run, name, sizes) for name in chosen for sizes in reversed(meshes)]
@@ -50,7 +46,7 @@ def main(models: Sequence[str]) -> int:
                     print(f"  FAILED {row['model']} {row['mesh']} {row['plan']}: {row['why']}", flush=True)
     seconds = time.monotonic() - start
     if not models:
-        record(rows, seconds)
+        write(rows, seconds, facts)
     print(told(rows, seconds))
     return sum(row["status"] == "FAILED" for row in rows)
 
@@ -99,20 +95,11 @@ def told(rows: Sequence[dict[str, Any]], seconds: float) -> str:
     return f"{summary(rows, errors)}; {seconds / 60:.0f} minutes on {PROCESSES} processes"
 
 
-def record(rows: Sequence[dict[str, object]], seconds: float) -> None:
+def write(rows: Sequence[dict[str, object]], seconds: float, facts: dict[str, Any]) -> None:
     """Write the table, machine and versions."""
-    RESULTS.mkdir(exist_ok=True)
-    machine = {
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "spmd_types", "ortools")},
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    record.RESULTS.mkdir(exist_ok=True)
     ordered = sorted(rows, key=lambda row: (row["model"], row["mesh"]))
-    (RESULTS / "zoo.json").write_text(json.dumps({"machine": machine, "rows": ordered}, indent=1) + "\n")
+    (record.RESULTS / "zoo.json").write_text(json.dumps({"machine": facts, "rows": ordered}, indent=1) + "\n")
     lines = [
         "# The zoo",
         "",
@@ -123,7 +110,7 @@ def record(rows: Sequence[dict[str, object]], seconds: float) -> None:
         "",
         told(rows, seconds) + ".",
         "",
-        *(f"* {name}: {value}" for name, value in machine.items()),
+        *(f"* {name}: {value}" for name, value in facts.items()),
         "",
     ]
     for mesh in sorted({str(row["mesh"]) for row in rows}, key=lambda mesh: (len(mesh), mesh)):
@@ -141,7 +128,7 @@ def record(rows: Sequence[dict[str, object]], seconds: float) -> None:
             if row["model"] not in models_of:
                 models_of.append(str(row["model"]))
     lines += ["## Why not", "", *(f"* {', '.join(names)}: {why}" for why, names in sorted(reasons.items())), ""]
-    (RESULTS / "zoo.md").write_text("\n".join(lines))
+    (record.RESULTS / "zoo.md").write_text("\n".join(lines))
 
 
 def cell(row: dict[str, Any]) -> str:

@@ -57,9 +57,6 @@ class PeakFlops(Described):
     float8_e5m2: FlopsPerS | None = Field(default=None, gt=0, examples=["1979 TFLOP/s"])
 
 
-Pair = Annotated[tuple[Fraction, Fraction], FROZEN]
-
-
 class Device(Described):
     """One accelerator, or one process on a CPU.
 

@@ -272,13 +272,6 @@ Ways = list[tuple[AxisStrategy, tuple[LocalType, ...]]]
 """Strategies of an operator on one axis, with the local types of its operands, then results."""
 
 
-def op_choices(
-    graph: Graph, node: Node, rule: Rule, mesh: Mesh, strips: tuple[Strips, ...], allow: Allow | None = None
-) -> list[Choice]:
-    """Every way to run ``node`` on ``mesh`` whose local shapes are even, without repeats; see :func:`axis_ways`."""
-    return choices_of(graph, node, mesh, axis_ways(graph, node, rule, mesh, strips, allow, {}))
-
-
 def axis_ways(
     graph: Graph,
     node: Node,

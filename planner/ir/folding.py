@@ -108,22 +108,17 @@ class Folded:
                 _check_equal(self.graph, first.block, other.block, readers)
 
 
-def fold(graph: Graph, *, minimum: int = 2) -> Folded:
-    """Fold ``graph``; blocks that occur fewer than ``minimum`` times are not counted as repeats.
+def fold(graph: Graph) -> Folded:
+    """Fold ``graph``: blocks that occur twice or more are repeats.
 
-    Leaves do not count as nodes and lie in no block. A window of a stack that is not equal to enough
-    others joins the stretches beside it. Finding stacks takes O(nodes * (unit + nodes outside the longest
-    stack)) vectorised comparisons; the rest is near linear.
-
-    Raises:
-        ValueError: ``minimum`` is less than 2.
+    Leaves do not count as nodes and lie in no block. A window of a stack that is equal to no other joins the stretches
+    beside it. Finding stacks takes O(nodes * (unit + nodes outside the longest stack)) vectorised comparisons; the rest
+    is near linear.
     """
-    if minimum < 2:
-        raise ValueError(f"a repeat occurs at least twice, got minimum={minimum}")
     text = Text(graph)
-    spans = windows(text, minimum)
+    spans = windows(text)
     groups = _group(text, spans)
-    spans, groups = _merge_singles(spans, groups, minimum)
+    spans, groups = _merge_singles(spans, groups)
     blocks = _blocks(text, spans, groups)
     return Folded(graph, tuple(Instance(kind, block) for kind, block in zip(groups, blocks, strict=True)))
 
@@ -260,9 +255,7 @@ def _entering(makers: Ints, values: Ints) -> tuple[Ints, Ints]:
     return outside[first[order]], rank[number]
 
 
-def _merge_singles(
-    spans: Sequence[tuple[int, int]], groups: Sequence[int], minimum: int
-) -> tuple[list[tuple[int, int]], list[int]]:
+def _merge_singles(spans: Sequence[tuple[int, int]], groups: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     """Join neighbouring spans that are not repeated, and number kinds by first occurrence.
 
     Joining never makes a leaf unshared that a repeated block reads, so forms stay as they are.
@@ -271,7 +264,7 @@ def _merge_singles(
     merged: list[tuple[int, int]] = []
     keys: list[int | None] = []
     for span, group in zip(spans, groups, strict=True):
-        if sizes[group] >= minimum:
+        if sizes[group] > 1:
             merged.append(span)
             keys.append(group)
         elif keys and keys[-1] is None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.ir.node import ITEM_BYTES, LEAVES, Node, Ref, TensorType, static
 from planner.ir.node_table import Columns, Nodes
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 __all__ = ["ITEM_BYTES", "LEAVES", "Graph", "Node", "Ref", "TensorType", "Values", "static"]
 
@@ -207,8 +210,10 @@ class Graph:
             assert 0 <= ref.index < results[position[ref.node]], f"output {ref} is a missing result"
 
     def digraph(self) -> nx.DiGraph[str]:
-        """The graph as a networkx digraph over node names (for analysis and drawing)."""
-        graph: nx.DiGraph[str] = nx.DiGraph()
+        """The graph as a networkx digraph over node names, for analysis and drawing."""
+        import networkx
+
+        graph: nx.DiGraph[str] = networkx.DiGraph()
         graph.add_nodes_from((node.name, {"op": node.op, "path": node.path}) for node in self.nodes)
         graph.add_edges_from((ref.node, node.name) for node in self.nodes for ref in node.inputs)
         return graph

@@ -134,11 +134,9 @@ def results_of(node: Node) -> Iterator[Ref]:
 # --- finding stacks ------------------------------------------------------------------------------------
 
 
-def windows(text: Text, minimum: int) -> list[tuple[int, int]]:
-    """Every node's window: those of stacks of at least ``minimum``, single ones that read like them, and the stretches
-    between, in order.
-    """
-    stacks = _choose(text, periodic(text.tokens, minimum), minimum)
+def windows(text: Text) -> list[tuple[int, int]]:
+    """Every node's window: those of stacks, single ones that read like them, and the stretches between, in order."""
+    stacks = _choose(text, periodic(text.tokens, 2))
     return _fill(text, [*stacks, *_strays(text, stacks)])
 
 
@@ -197,7 +195,7 @@ def periodic(tokens: Sequence[int], minimum: int) -> list[Run]:
     return [Run(start, end, period) for (start, end), period in found.items()]
 
 
-def _choose(text: Text, runs: list[Run], minimum: int) -> list[_Stack]:
+def _choose(text: Text, runs: list[Run]) -> list[_Stack]:
     """Disjoint stacks, by largest saving first; a run that overlaps a chosen stack is clipped and waits."""
     free = [(0, len(text.tokens))]
     known: set[tuple[int, ...]] = set()
@@ -206,13 +204,13 @@ def _choose(text: Text, runs: list[Run], minimum: int) -> list[_Stack]:
     heapq.heapify(heap)
     while heap:
         *_, run = heapq.heappop(heap)
-        parts = _clip(run, free, minimum)
+        parts = _clip(run, free)
         if parts != [run]:
             for part in parts:
                 heapq.heappush(heap, (-part.saving, part.start, part.period, part))
             continue
-        stack = _place(text, run, known, minimum)
-        if not _is_layer(text, stack) or _holds_stacks(text, stack, runs, minimum):
+        stack = _place(text, run, known)
+        if not _is_layer(text, stack) or _holds_stacks(text, stack, runs):
             continue
         chosen.append(stack)
         known.add(text.tokens[slice(*stack.spans[0])])
@@ -220,15 +218,15 @@ def _choose(text: Text, runs: list[Run], minimum: int) -> list[_Stack]:
     return sorted(chosen, key=lambda stack: stack.start)
 
 
-def _clip(run: Run, free: Sequence[tuple[int, int]], minimum: int) -> list[Run]:
-    """The parts of ``run`` inside ``free`` (ascending intervals) that still hold ``minimum`` periods."""
+def _clip(run: Run, free: Sequence[tuple[int, int]]) -> list[Run]:
+    """The parts of ``run`` inside ``free`` (ascending intervals) that still hold two periods."""
     first = bisect_right(free, run.start, key=lambda span: span[1])
     parts = []
     for low, high in islice(free, first, None):
         if low >= run.end:
             break
         parts.append(replace(run, start=max(run.start, low), end=min(run.end, high)))
-    return [part for part in parts if part.end - part.start >= minimum * part.period]
+    return [part for part in parts if part.end - part.start >= 2 * part.period]
 
 
 def _occupy(free: list[tuple[int, int]], stack: _Stack) -> None:
@@ -239,7 +237,7 @@ def _occupy(free: list[tuple[int, int]], stack: _Stack) -> None:
     free[at : at + 1] = [span for span in rest if span[0] < span[1]]
 
 
-def _place(text: Text, run: Run, known: set[tuple[int, ...]], minimum: int) -> _Stack:
+def _place(text: Text, run: Run, known: set[tuple[int, ...]]) -> _Stack:
     """Choose where in ``run`` the windows begin.
 
     Best is the cut that the fewest values of the window before it outlive, then the fewest bytes, then
@@ -265,7 +263,7 @@ def _place(text: Text, run: Run, known: set[tuple[int, ...]], minimum: int) -> _
         before, after = text.path(middle + offset - 1), text.path(middle + offset)
         return int(values[offset]), int(size[offset]), len(shared_path([before, after]))
 
-    offsets = [offset for offset in range(period) if (length - offset) // period >= minimum]
+    offsets = [offset for offset in range(period) if (length - offset) // period >= 2]
     ranks = {offset: rank(offset) for offset in offsets}
     best = min(ranks.values())
 
@@ -289,7 +287,7 @@ def _is_layer(text: Text, stack: _Stack) -> bool:
     return (stack.period >= SMALL) + weighs + feeds >= 2
 
 
-def _holds_stacks(text: Text, stack: _Stack, runs: Iterable[Run], minimum: int) -> bool:
+def _holds_stacks(text: Text, stack: _Stack, runs: Iterable[Run]) -> bool:
     """Whether the unit is itself mostly stacks, cut as cleanly: a tower of layers, not a layer.
 
     Then the layers are the better unit; equal towers fold as well, because kinds are found across stacks.
@@ -297,8 +295,8 @@ def _holds_stacks(text: Text, stack: _Stack, runs: Iterable[Run], minimum: int) 
     free, saved = [stack.spans[0]], 0
     inner = (run for run in runs if run.period * 2 <= stack.period and run.start < free[0][1])
     for run in sorted(inner, key=lambda run: (-run.saving, run.start)):
-        for part in _clip(run, free, minimum):
-            nested = _place(text, part, set(), minimum)
+        for part in _clip(run, free):
+            nested = _place(text, part, set())
             if nested.values <= stack.values and _is_layer(text, nested):
                 _occupy(free, nested)
                 saved += nested.period * (nested.count - 1)

@@ -140,9 +140,9 @@ def axis(node: Node, rank: int, name: str = "dim") -> int:
     return static_int(node[name]) % max(rank, 1)
 
 
-def axes(node: Node, rank: int, name: str = "dim") -> set[int]:
-    """The argument ``name`` as a set of dims from 0; none given means all."""
-    return {dim % max(rank, 1) for dim in static_ints(node[name])} or set(range(rank))
+def axes(node: Node, rank: int) -> set[int]:
+    """The argument ``dim`` as a set of dims from 0; none given means all."""
+    return {dim % max(rank, 1) for dim in static_ints(node["dim"])} or set(range(rank))
 
 
 def rows(names: str, row: Row) -> dict[str, Row]:

@@ -88,6 +88,17 @@ def same_gradients(pmodel: nn.Module, model: nn.Module) -> None:
             torch.testing.assert_close(whole, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
+def adamw_of_both(model: nn.Module, pmodel: ParallelModule) -> list[torch.optim.Optimizer]:
+    options = {"lr": 1e-2, "eps": 1e-4}
+    return [torch.optim.AdamW(model.parameters(), **options), pmodel.optimizer(torch.optim.AdamW, **options)]
+
+
+def same_values(pmodel: ParallelModule, model: nn.Module, **within: float) -> None:
+    expected = model.state_dict()
+    for key, value in pmodel.full_state_dict().items():
+        torch.testing.assert_close(value, expected[key], msg=key, **(within or {"rtol": 1e-10, "atol": 1e-12}))
+
+
 def trains_under_any_transfer_schedule(
     name: str, document: dict[str, Any], shares: list[float], trains: Callable[[str, dict[str, Any]], None]
 ) -> None:
@@ -107,10 +118,7 @@ def trains_as_planned(name: str, document: dict[str, Any]) -> None:
     plan = Plan.from_dict(document)
     pmodel, offload = parallel(copy.deepcopy(model), plan, batch)
     table = offload.transfers.table
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
-        pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
-    ]
+    optimizers = adamw_of_both(model, pmodel)
     for step in range(3):
         losses = [loss_of(m, another(name, step)) for m in (model, pmodel)]
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
@@ -123,9 +131,7 @@ def trains_as_planned(name: str, document: dict[str, Any]) -> None:
         planned = {way: size for (_, way), size in table.bytes_moved.items() if size}
         assert {way: size for way, size in offload.transfers.bytes_moved.items() if size} == planned
     assert table.budget_bytes >= offload.transfers.arena.high_water_bytes == table.high_water_bytes
-    expected = model.state_dict()
-    for key, value in pmodel.full_state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+    same_values(pmodel, model, rtol=1e-9, atol=1e-12)
 
 
 def trains_in_an_eighth() -> None:
@@ -143,7 +149,6 @@ def trains_in_an_eighth() -> None:
         loss_fn=lambda out, _: out.square().mean(),
         pin={"offload": "host"},
     )
-    assert pmodel.offload is not None
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
     for step in range(3):
         torch.manual_seed(step)
@@ -375,7 +380,6 @@ def goes_on_micro_batched(document: dict[str, Any]) -> None:
 def refuses_what_does_not_fit(document: dict[str, Any]) -> None:
     model, batch = model_of("mlp")
     plan = Plan.from_dict(document)
-    assert plan.transfer_schedule is not None
     data = plan.transfer_schedule.to_dict()
     data["items"][0]["bytes"] += 64
     with pytest.raises(PlanError, match="transfer schedule is of other chunks or blocks"):
@@ -444,7 +448,6 @@ def handles_odd_models() -> None:
     example = {"x": torch.randn(4, 8, dtype=torch.float64)}
     least = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
     trace = autopar.plan(model, least, example_kwargs=example, pin={"offload": "host"}).transfer_schedule
-    assert trace is not None
     tight = int(1.2 * max(trace.trace.needed_bytes) / 0.9)
     for memory in (tight, "1 GiB"):
         cluster = ClusterSpec.local(1, memory_bytes=memory, cores=2, host_memory_bytes="1 GiB")
@@ -452,7 +455,6 @@ def handles_odd_models() -> None:
         pmodel = autopar.parallelize(
             copy.deepcopy(model), cluster, example_kwargs=example, pin={"offload": "host", "recompute": "none"}
         )
-        assert pmodel.offload is not None
         assert pmodel.offload.transfers.arena.held_bytes == 0
         assert all(each.here is None for each in pmodel.offload.parameters.values())
 

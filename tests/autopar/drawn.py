@@ -15,7 +15,7 @@ import autopar
 from autopar.runtime.spmd.mesh import whole_of
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
-from tests.autopar.carried import TRANSFER_SCHEDULES, same_gradients
+from tests.autopar.carried import TRANSFER_SCHEDULES, adamw_of_both, same_gradients
 
 BATCH = 4
 
@@ -88,11 +88,7 @@ def trains(seed: int, document: dict[str, Any]) -> None:
     plan, model = Plan.from_dict(document), model_of(seed)
     pmodel = autopar.parallelize(copy.deepcopy(model), plan.cluster, plan=plan, example_kwargs=batch_of(model, 0))
     offload, is_early = pmodel.offload, plan.pin.get("update") == "backward"
-    assert offload is not None
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
-        pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
-    ]
+    optimizers = adamw_of_both(model, pmodel)
     for step in range(3):
         batch = batch_of(model, step)
         for m, optimizer in zip((model, pmodel), optimizers, strict=True):

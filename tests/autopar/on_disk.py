@@ -19,7 +19,7 @@ from autopar.runtime.module import ParallelModule
 from planner.base.errors import DiskError, InfeasibleError, InputError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
-from tests.autopar.carried import another, loss_of, model_of, same_gradients
+from tests.autopar.carried import adamw_of_both, another, loss_of, model_of, same_gradients, same_values
 
 
 def plan_of(ranks: int, disk: str | None = "1 GB", **pin: object) -> Plan:
@@ -48,10 +48,7 @@ def trains(document: dict[str, Any], path: str) -> None:
     model, _ = model_of("mlp")
     plan = Plan.from_dict(document)
     pmodel = parallel(copy.deepcopy(model), plan, path)
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
-        pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
-    ]
+    optimizers = adamw_of_both(model, pmodel)
     both = list(zip((model, pmodel), optimizers, strict=True))
     sizes = []
     for step in range(3):
@@ -63,9 +60,7 @@ def trains(document: dict[str, Any], path: str) -> None:
             optimizer.step()
         same_gradients(pmodel, model)
         sizes.append(files())
-    expected = model.state_dict()
-    for key, value in pmodel.full_state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+    same_values(pmodel, model, rtol=1e-9, atol=1e-12)
     own = sum(parameter.to_local().nbytes for parameter in pmodel.parameters())  # type: ignore[attr-defined]
     assert sizes[0] >= 4 * own and not os.listdir(path)
     again = pmodel.optimizer(torch.optim.AdamW)
@@ -143,9 +138,7 @@ def refuses(plan: Plan, path: str) -> None:
                 InfeasibleError, match=r"no [\d,]+ bytes .*in .* for optimizer state .exp_avg. \(No space left"
             ):
                 optimizers[1].step()
-    expected = model.state_dict()
-    for key, value in pmodel.full_state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+    same_values(pmodel, model, rtol=1e-9, atol=1e-12)
     with pytest.raises(InputError, match="which say when they have stepped: take one"):
         pmodel.optimizer(Own)
 
@@ -233,9 +226,7 @@ def _trains(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> No
 
 
 def _are_same(pmodel: Any, model: nn.Module) -> None:
-    expected = model.state_dict()
-    for key, value in pmodel.full_state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+    same_values(pmodel, model, rtol=1e-9, atol=1e-12)
 
 
 def _fails(use: Callable[[], object]) -> bool:

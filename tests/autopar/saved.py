@@ -55,7 +55,6 @@ def refuses_what_comes_too_late(name: str, document: dict[str, Any]) -> None:
     """A transfer schedule in which an item is back for another block than the one that saved it."""
     model, batch = MODELS[name].build()
     plan = Plan.from_dict(document)
-    assert plan.transfer_schedule is not None
     trace = plan.transfer_schedule.trace
     item = next(item for item in trace.items if item.name.startswith(SAVED))
     made, back = item.uses

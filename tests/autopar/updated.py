@@ -15,7 +15,7 @@ from autopar.runtime.offload.early_update import Used
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
-from tests.autopar.carried import another, loss_of, model_of, parallel
+from tests.autopar.carried import adamw_of_both, another, loss_of, model_of, parallel, same_values
 
 EARLY: dict[str, Any] = {"offload": "host", "update": "backward"}
 
@@ -84,22 +84,13 @@ def were_updated(pmodel: ParallelModule) -> bool:
     return found.pop()
 
 
-def same_values(pmodel: ParallelModule, model: nn.Module, **within: float) -> None:
-    expected = model.state_dict()
-    for key, value in pmodel.full_state_dict().items():
-        torch.testing.assert_close(value, expected[key], msg=key, **(within or {"rtol": 1e-10, "atol": 1e-12}))
-
-
 def trains_as_planned(name: str, document: dict[str, Any]) -> None:
     """Ten steps of AdamW: what moves is as planned, never over the budget, in the host's memory that was planned."""
     model, batch = model_of(name)
     pmodel, offload = parallel(copy.deepcopy(model), Plan.from_dict(document), batch)
     table = offload.transfers.table
     planned = {way: size for (_, way), size in table.bytes_moved.items() if size}
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
-        pmodel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-4),
-    ]
+    optimizers = adamw_of_both(model, pmodel)
     for step in range(10):
         losses = [loss_of(m, another(name, step)) for m in (model, pmodel)]
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)

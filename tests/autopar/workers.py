@@ -223,12 +223,7 @@ def parts_stored(name: str, document: Mapping[str, Any]) -> dict[str, float]:
 @exact()
 def trains_alike(name: str, document: Mapping[str, Any]) -> float:
     """Collectives as predicted; loss, gradients, clipping, three Adam steps and the state dict as the original's."""
-    model, batch = model_of(name), batch_of(name)
-    pmodel = parallel(model, document, batch)
-    started = model.state_dict()
-    for key, value in pmodel.full_state_dict().items():
-        assert torch.equal(value, started[key]), key
-
+    model, batch, pmodel, _ = begun(name, document)
     loss = loss_of(model, batch)
     loss.backward()
     with count_collectives(groups_of(pmodel.device_mesh)) as calls:
@@ -237,20 +232,40 @@ def trains_alike(name: str, document: Mapping[str, Any]) -> float:
     assert not differences(dict(Plan.from_dict(document).predicted.collectives), calls)
     same("loss", ploss, loss)
     same_gradients(pmodel, model)
-
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    same("norm of the gradients", nn.utils.clip_grad_norm_(pmodel.parameters(), 0.5), norm)
+    clips_alike(pmodel, model)
     same_gradients(pmodel, model)
+    return three_steps(pmodel, model, name, batches=1)
 
+
+def begun(name: str, document: Mapping[str, Any]) -> tuple[nn.Module, Batch, ParallelModule, Batch]:
+    """A model, a batch, the parallel module, which begins with the same values, and these."""
+    model, batch = model_of(name), batch_of(name)
+    pmodel = parallel(model, document, batch)
+    started = {key: value.clone() for key, value in model.state_dict().items()}
+    for key, value in pmodel.full_state_dict().items():
+        assert torch.equal(value, started[key]), key
+    return model, batch, pmodel, started
+
+
+def clips_alike(pmodel: nn.Module, model: nn.Module) -> None:
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (pmodel, model)]
+    same("norm of the gradients", *norms)
+
+
+def three_steps(pmodel: ParallelModule, model: nn.Module, name: str, batches: int) -> float:
+    """Of Adam with clipping, with the gradients of so many batches added up; the last loss."""
     # Biases before a norm have gradients that are zero but for rounding; a usual eps would blow them up to steps.
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
     for step in range(3):
-        batch = batch_of(name, seed=step)
-        losses = loss_of(model, batch), loss_of(pmodel, batch)
-        same(f"loss of step {step}", losses[1], losses[0])
-        for optimizer, found in zip(optimizers, losses, strict=True):
+        for optimizer in optimizers:
             optimizer.zero_grad()
-            found.backward()
+        for seed in range(batches * step, batches * (step + 1)):
+            losses = [loss_of(m, batch_of(name, seed)) for m in (model, pmodel)]
+            same(f"loss of step {step}", losses[1], losses[0])
+            for found in losses:
+                found.backward()
+        clips_alike(pmodel, model)
+        for optimizer in optimizers:
             optimizer.step()
     same_state(pmodel, model)
     return losses[1].item()
@@ -259,12 +274,7 @@ def trains_alike(name: str, document: Mapping[str, Any]) -> float:
 @exact()
 def trains_micro_batched(name: str, document: Mapping[str, Any]) -> float:
     """A pipeline as :func:`trains_alike`: each rank has its stages' parameters, all have the loss and the norm."""
-    model, batch = model_of(name), batch_of(name)
-    pmodel = parallel(model, document, batch)
-    started = {key: value.clone() for key, value in model.state_dict().items()}
-    for key, value in pmodel.full_state_dict().items():
-        assert torch.equal(value, started[key]), key
-
+    model, batch, pmodel, started = begun(name, document)
     for group in (*groups_of(pmodel.device_mesh).values(), *(pmodel.pipeline.ways.values() if pmodel.pipeline else ())):
         backend = group._get_backend(torch.device("cpu"))
         assert backend.options._timeout == patience(torch.device("cpu"))  # type: ignore[attr-defined]
@@ -298,24 +308,9 @@ def trains_micro_batched(name: str, document: Mapping[str, Any]) -> float:
     same_own_gradients(pmodel, model)
 
     same_norms(pmodel, model)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    same("norm of the gradients", nn.utils.clip_grad_norm_(pmodel.parameters(), 0.5), norm)
+    clips_alike(pmodel, model)
     same_own_gradients(pmodel, model)
-
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
-    for step in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for seed in (2 * step, 2 * step + 1):  # gradients of two batches are added up
-            losses = [loss_of(m, batch_of(name, seed)) for m in (model, pmodel)]
-            same(f"loss of step {step}", losses[1], losses[0])
-            for found in losses:
-                found.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        nn.utils.clip_grad_norm_(pmodel.parameters(), 0.5)
-        for optimizer in optimizers:
-            optimizer.step()
-    same_state(pmodel, model)
+    three_steps(pmodel, model, name, batches=2)
     was_seen(pmodel, document)
 
     with torch.no_grad():
@@ -331,7 +326,6 @@ def trains_one_update_late(name: str, document: Mapping[str, Any]) -> float:
     """Schedule 2bw: call t hands over the gradient of batch t - 1, found at the weights of call t - 1."""
     model = model_of(name)
     pmodel = parallel(model, document, batch_of(name))
-    assert pmodel.pipeline is not None
     predicted = Plan.from_dict(document).predicted.exchanges
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
     late: list[Tensor | None] = [None for _ in model.parameters()]
@@ -450,7 +444,6 @@ def scales_and_skips_together(name: str, document: Mapping[str, Any]) -> None:
     kept = pmodel.full_state_dict()
     parts = [p.grad for p in pmodel.parameters() if isinstance(p.grad, DTensor) and p.grad.placements[-1].is_shard()]
     mesh, here = parts[0].device_mesh, parts[0].device_mesh.get_coordinate()
-    assert here is not None
     held = [here[axis] == mesh.size(axis) - 1 for axis, at in enumerate(parts[0].placements) if at.is_shard()]
     if all(held) and dist.get_world_size() - 1 in mesh.mesh:  # the last rank, and those that hold the same
         parts[0].to_local().fill_(math.inf)
@@ -469,7 +462,6 @@ def scales_apart(name: str, document: Mapping[str, Any]) -> None:
         pmodel.zero_grad()
         (loss_of(pmodel, batch) * scale).backward()
         for parameter in pmodel.parameters():
-            assert parameter.grad is not None
             parameter.grad.div_(scale)
         same_own_gradients(pmodel, model)
 
@@ -498,7 +490,6 @@ def scales_unlike_stages() -> None:
     with pytest.raises(InputError, match="stages of this pipeline train parameters of different dtypes"):
         scaler.step(optimizer)
     first = next(parameter for parameter in pmodel.parameters())
-    assert first.grad is not None
     norms = [torch.linalg.vector_norm(grad) for grad in (first.grad, first.grad.clone())]
     with pytest.raises(InputError, match="no longer those that backward gave"):
         torch.stack(norms)
@@ -721,12 +712,12 @@ def evaluates(name: str, document: Mapping[str, Any]) -> None:
         assert loss_of(pmodel, batch) != ploss
 
 
-def keeps_running_statistics(document: Mapping[str, Any]) -> None:
-    model, batch = model_of("mlp"), batch_of("mlp")
+def keeps_running_statistics(name: str, document: Mapping[str, Any]) -> None:
+    model, batch = model_of(name), batch_of(name)
     pmodel = parallel(model, document, batch)
     for seed in (1, 2):
         for m in (model, pmodel):
-            loss_of(m, batch_of("mlp", seed)).backward()
+            loss_of(m, batch_of(name, seed)).backward()
     same_state(pmodel, model)
     assert model.state_dict()["norm.num_batches_tracked"] == 2
     model.eval()
@@ -757,8 +748,8 @@ def copies(name: str, document: Mapping[str, Any]) -> None:
     assert len({before.item(), loss_of(average, batch).item(), loss_of(pmodel, batch).item()}) == 3
 
 
-def keeps_tied(document: Mapping[str, Any]) -> None:
-    model, batch = model_of("gpt2"), batch_of("gpt2")
+def keeps_tied(name: str, document: Mapping[str, Any]) -> None:
+    model, batch = model_of(name), batch_of(name)
     pmodel = parallel(model, document, batch)
     assert pmodel.lm_head.weight is pmodel.transformer.wte.weight
     assert [n for n, _ in pmodel.named_parameters()] == [n for n, _ in model.named_parameters()]
@@ -958,9 +949,9 @@ def refuses_other_world_sizes(document: Mapping[str, Any]) -> None:
         parallel(model_of("mlp"), document, batch_of("mlp"))
 
 
-def refuses_wrong_inputs(document: Mapping[str, Any]) -> None:
-    batch = batch_of("mlp")
-    pmodel = parallel(model_of("mlp"), document, batch)
+def refuses_wrong_inputs(name: str, document: Mapping[str, Any]) -> None:
+    batch = batch_of(name)
+    pmodel = parallel(model_of(name), document, batch)
     with pytest.raises(InputError, match=r"input '\w+' has shape \(8, \d+\), which is that of.*pmodel.shard"):
         pmodel(**batch)
     with pytest.raises(InputError, match=r"'x' is of type numpy.ndarray.*torch.as_tensor"):
@@ -1011,7 +1002,6 @@ def layers_compute_the_whole() -> None:
     logits, target = _randn(8, 6).requires_grad_(), torch.tensor([-100, -100, 3, 0, 5, -100, 2, 1])
     loss = aten.cross_entropy_loss.default(logits, target)
     loss.backward()
-    assert logits.grad is not None
     for dim, targets, keyword in ((0, target.chunk(2)[rank], "token_groups"), (1, target, "vocab_groups")):
         local = part(logits, dim)
         found = cross_entropy_loss(local, targets, **{keyword: group})
@@ -1035,7 +1025,6 @@ def layers_compute_the_whole() -> None:
     normal = torch.nn.functional.batch_norm(x, None, None, training=True)
     cotangent = torch.randn_like(normal)
     normal.backward(cotangent)
-    assert x.grad is not None
     local = part(x, 0)
     batch_norm(local, None, None, None, None, True, 0.1, 1e-5, batch_groups=group).backward(cotangent.chunk(2)[rank])
     _equal(local.grad, x.grad.chunk(2)[rank], "batch norm")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from planner.analysis.prediction import predict, predict_micro_batched
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
+from planner.formulation.remat.levels import ALONE, LEVELS, Level, Levels, named_by_kind
 from planner.formulation.training import Training
+from planner.ir.folding import Folded
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, Search, describe
@@ -26,6 +28,47 @@ def cluster(devices: int = 4, memory: int | str = "1 GiB") -> ClusterSpec:
     return ClusterSpec.local(devices, memory_bytes=memory, cores=2)
 
 
+class Build:
+    """Writes a graph down in float32, node by node; operators and parameters have gradients."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.shapes: dict[Ref, tuple[int, ...]] = {}
+
+    def _add(self, node: Node) -> Ref:
+        self.nodes.append(node)
+        self.shapes[Ref(node.name)] = node.results[0].shape
+        return Ref(node.name)
+
+    def leaf(self, name: str, *shape: int, op: str = "input", target: str = "") -> Ref:
+        return self._add(Node(name, op, (), (TensorType(shape, "float32", op == "param"),), target=target or name))
+
+    def call(self, name: str, op: str, /, *shape: int, path: str = "", **args: object) -> Ref:
+        """An ATen operator, or one of another house."""
+        full = op if op.startswith("house.") else f"aten.{op}"
+        return self._add(Node(name, full, tuple(args.items()), (TensorType(shape, "float32", True),), path=path))
+
+    def linear(self, name: str, value: Ref, width: int, path: str = "", has_bias: bool = False) -> Ref:
+        """A linear layer with parameters of its own."""
+        *rows, columns = self.shapes[value]
+        weight = self.leaf(f"{name}_w", width, columns, op="param", target=f"{path}.weight")
+        bias = self.leaf(f"{name}_b", width, op="param", target=f"{path}.bias") if has_bias else None
+        return self.call(name, "linear.default", *rows, width, path=path, input=value, weight=weight, bias=bias)
+
+    def relu(self, name: str, value: Ref, path: str = "") -> Ref:
+        return self.call(name, "relu.default", *self.shapes[value], path=path, self=value)
+
+    def add(self, name: str, value: Ref, other: Ref, path: str = "") -> Ref:
+        return self.call(name, "add.Tensor", *self.shapes[value], path=path, self=value, other=other, alpha=1)
+
+    def graph(self, *outputs: Ref) -> Graph:
+        return Graph(tuple(self.nodes), outputs)
+
+    def mean(self, value: Ref) -> Graph:
+        """The graph whose loss is the mean of a value."""
+        return self.graph(self.call("loss", "mean.default", self=value, dtype=None))
+
+
 def residual_mlp(
     layers: int = 3, width: int = 256, batch: int = 512, strange: bool = False, early: bool = False
 ) -> Graph:
@@ -33,36 +76,22 @@ def residual_mlp(
 
     ``strange`` adds an operator that no table knows; with ``early`` every layer also adds the stem's result.
     """
-    nodes: list[Node] = []
-
-    def leaf(name: str, op: str, shape: tuple[int, ...], target: str) -> Ref:
-        nodes.append(Node(name, op, (), (TensorType(shape, "float32", op == "param"),), target=target))
-        return Ref(name)
-
-    def call(name: str, op: str, shape: tuple[int, ...], path: str, **args: object) -> Ref:
-        nodes.append(Node(name, op, tuple(args.items()), (TensorType(shape, "float32", True),), path=path))
-        return Ref(name)
-
-    def linear(name: str, value: Ref, rows: int, columns: int, path: str) -> Ref:
-        weight = leaf(f"{name}_w", "param", (columns, rows), f"{path}.weight")
-        bias = leaf(f"{name}_b", "param", (columns,), f"{path}.bias")
-        return call(name, "aten.linear.default", (batch, columns), path, input=value, weight=weight, bias=bias)
-
-    value = stem = linear("stem", leaf("x", "input", (batch, width), "x"), width, width, "stem")
+    b = Build()
+    value = stem = b.linear("stem", b.leaf("x", batch, width), width, "stem", has_bias=True)
     for i in range(layers):
+        path = f"layers.{i}"
         if early:
-            value = call(f"early{i}", "aten.add.Tensor", (batch, width), f"layers.{i}", self=value, other=stem, alpha=1)
-        up = linear(f"up{i}", value, width, 4 * width, f"layers.{i}.up")
-        hidden = call(f"relu{i}", "aten.relu.default", (batch, 4 * width), f"layers.{i}", self=up)
-        down = linear(f"down{i}", hidden, 4 * width, width, f"layers.{i}.down")
-        value = call(
-            f"add{i}", "aten.add.Tensor", (batch, width), f"layers.{i}", self=value, other=down, alpha=1
-        )  # fmt: skip
+            value = b.add(f"early{i}", value, stem, path)
+        hidden = b.relu(f"relu{i}", b.linear(f"up{i}", value, 4 * width, f"{path}.up", has_bias=True), path)
+        value = b.add(f"add{i}", value, b.linear(f"down{i}", hidden, width, f"{path}.down", has_bias=True), path)
     if strange:
-        value = call("strange", "house.strange.default", (batch, width), "odd", self=value)
-    value = linear("head", value, width, 64, "head")
-    call("loss", "aten.mean.default", (), "", self=value, dtype=None)
-    return Graph(tuple(nodes), (Ref("loss"),))
+        value = b.call("strange", "house.strange.default", batch, width, path="odd", self=value)
+    return b.mean(b.linear("head", value, 64, "head", has_bias=True))
+
+
+def named(folded: Folded, levels: Sequence[Level] = LEVELS, alone: Sequence[Level] = ALONE) -> Levels:
+    """Levels of all blocks that repeat, and of all that do not."""
+    return named_by_kind(folded, [(levels, alone)] * len(folded.kinds))
 
 
 def plan_of(graph: Graph, spec: ClusterSpec | None = None, pin: Mapping[str, Any] | None = None) -> Plan:

@@ -30,8 +30,6 @@ def candidate_meshes(
     one axis ``all`` of size 1. With ``devices`` the meshes are of that many consecutive ranks, as in one
     stage of a pipeline, and may be none if these do not respect the levels themselves: all then, where ``crossing``.
     """
-    if max_axes not in _NAMES:
-        raise ValueError(f"max_axes is {max_axes}; give 1, 2 or 3")
     total = cluster.world_size if devices is None else devices
     spans = cluster.spans
     if crossing and not _respects((total,), spans):

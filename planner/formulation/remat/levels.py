@@ -200,18 +200,12 @@ class Levels:
         return tuple(dict.fromkeys("none" if level == "gathered" else level for level in self.of(kind)))
 
 
-def named(folded: Folded, levels: Sequence[Level] = LEVELS, alone: Sequence[Level] = ALONE) -> Levels:
+def named_by_kind(folded: Folded, both: Iterable[tuple[Sequence[Level], Sequence[Level]]]) -> Levels:
     """Levels by name: kind after kind goes to the second, then to the third, and so on.
 
     Args:
-        levels: of blocks that repeat, in their order.
-        alone: of blocks that do not; they are gathered again at most.
+        both: for every kind its levels in their order, if its blocks repeat, and if they do not.
     """
-    return named_by_kind(folded, [(levels, alone)] * len(folded.kinds))
-
-
-def named_by_kind(folded: Folded, both: Iterable[tuple[Sequence[Level], Sequence[Level]]]) -> Levels:
-    """The same, where the levels of blocks that repeat, and of those that do not, are given for every kind."""
     pairs = zip(both, folded.kinds, strict=True)
     own = [levels if len(instances) > 1 else alone for (levels, alone), instances in pairs]
     moves = ((kind, level) for level in LEVELS for kind, each in enumerate(own) if level in each[1:])

@@ -14,7 +14,7 @@ import numpy as np
 from planner.solve.choices.best import BestFound
 from planner.solve.choices.messages import Messages, Near
 from planner.solve.choices.mip import solve_mip
-from planner.solve.choices.model import HALF_BYTE, WALL, ChoiceModel, Mask, Weights, at, restrict, total
+from planner.solve.choices.model import HALF_BYTE, ChoiceModel, Mask, Weights, at, restrict, total
 from planner.solve.choices.neighbourhood import Neighbourhood
 from planner.solve.choices.reduce import reduce
 from planner.solve.choices.relax import Multipliers, TrustRegion, plane
@@ -135,7 +135,7 @@ class _Stage:
     def small(self, keep: list[Mask]) -> bool:
         """Whether what is left is small enough for a mixed-integer program."""
         model = restrict(self.model, keep)
-        return model is None or _pairs_allowed(model) <= _MAX_PAIRS
+        return model is None or model.pairs_allowed <= _MAX_PAIRS
 
     def close(self, keep: list[Mask], deadline: float) -> float:
         """Solve what is left exactly; the lower bound proven."""
@@ -183,7 +183,3 @@ class _Stage:
         if totals.allowed:
             self._box.add(plane(self.model, totals, self.model.limit_bytes))
             self._best.offer_assignment(self.model, assignment)
-
-
-def _pairs_allowed(model: ChoiceModel) -> int:
-    return sum(int(np.isfinite(costs[..., WALL]).sum()) for costs in model.pairs.values())

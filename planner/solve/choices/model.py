@@ -63,6 +63,11 @@ class ChoiceModel:
         """Choices left per vertex."""
         return tuple(len(single) for single in self.singles)
 
+    @property
+    def pairs_allowed(self) -> int:
+        """Entries of all pairs that nothing forbids."""
+        return sum(int(np.isfinite(costs[..., WALL]).sum()) for costs in self.pairs.values())
+
     @cached_property
     def flat(self) -> FlatSpans:
         """The spans, to add up."""

@@ -191,10 +191,6 @@ def _wall_off(bounded: Bounded, target_s: float) -> ChoiceModel:
     return replace(model, pairs=pairs)
 
 
-def _pairs_allowed(model: ChoiceModel) -> int:
-    return sum(int(np.isfinite(costs[..., WALL]).sum()) for costs in model.pairs.values())
-
-
 def _shrunk(before: TransientWindow, after: TransientWindow) -> bool:
     return sum(after.model.sizes) <= _SHRUNK * sum(before.model.sizes)
 
@@ -242,7 +238,7 @@ def _close(bounded: Bounded, left: float, best: BestFound, deadline: float) -> f
         bounded = again
         left = _search(bounded, best, width, deadline)
     model, floor = _wall_off(bounded, best.target_s), bounded.window.floor_bytes
-    if left < best.target_s and _pairs_allowed(model) <= _MAX_PAIRS and time.monotonic() <= deadline:
+    if left < best.target_s and model.pairs_allowed <= _MAX_PAIRS and time.monotonic() <= deadline:
         outcome = solve_mip(model, floor, best.target_s, deadline - time.monotonic())
         left = max(left, outcome.bound)
         if outcome.assignment is not None:

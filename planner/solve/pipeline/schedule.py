@@ -14,15 +14,14 @@ dualpipev           a V again, forwards of one half next to backwards of the oth
 2bw                 1f1b without flush: the last backwards are left to the next step (Narayanan et al., 2021b)
 ==================  =================================================================================================
 
-Orders and the written form (one line per rank, actions between commas) are those of ``torch.distributed.pipelining``,
-with its paired actions one after the other, as it runs them. A micro-batch count that the pattern does not divide gets
+Orders, and how actions are written, are those of ``torch.distributed.pipelining``, with its paired actions one after
+the other, as it runs them. A micro-batch count that the pattern does not divide gets
 the order of the next larger one, less the actions on micro-batches that do not exist; ``2bw`` alone needs at least as
 many micro-batches as stages.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -30,8 +29,6 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from planner.base.errors import ScheduleError
-
-KINDS = "FBIW"
 
 
 class Action(NamedTuple):
@@ -130,41 +127,8 @@ class Schedule:
 
     @cached_property
     def flow(self) -> Flow:
-        """The actions in an order in which they can run; :class:`ScheduleError` where there is none."""
+        """The actions in an order in which they can run."""
         return _flow(self)
-
-    def check(self) -> None:
-        """Raise :class:`ScheduleError` unless each action is there once, after what it needs, and no rank hangs.
-
-        Where steps overlap, each must also run by itself, since whoever runs them waits between two.
-        """
-        stream = self.stream(2) if self.overlaps else self
-        for action in filter(is_left_over, self.actions):
-            if action.kind != "B":
-                raise ScheduleError(
-                    f"a rank does {action}, left over from the step before; only whole backwards, B, can be left"
-                )
-        _check_complete(stream)
-        _check_order(stream)
-        for each in (stream, self.first, self):
-            each.flow  # noqa: B018 it raises on a deadlock
-
-    def stream(self, steps: int) -> Schedule:
-        """Several steps after each other as one schedule, from an empty pipeline to an empty pipeline."""
-        rows = []
-        for row in self.rows:
-            left = tuple(filter(is_left_over, row))
-            all_ = [
-                a._replace(micro_batch=a.micro_batch + step * self.micro_batches)
-                for step, actions in enumerate((*(steps * (row,)), left))
-                for a in actions
-            ]
-            rows.append(tuple(action for action in all_ if not is_left_over(action)))
-        return replace(self, micro_batches=steps * self.micro_batches, rows=tuple(rows))
-
-    def text(self) -> str:
-        """One line per rank, actions between commas."""
-        return "\n".join(",".join(map(str, row)) for row in self.rows) + "\n"
 
     @cached_property
     def held(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -187,29 +151,6 @@ class Schedule:
         """
         is_after = self.name == "gpipe" and self.micro_batches > 1
         return tuple(_moments(row, added=not is_after) for row in self.rows)
-
-
-def parse(name: str, text: str, micro_batches: int) -> Schedule:
-    """The schedule that :meth:`Schedule.text` wrote, perhaps edited; checked.
-
-    Empty fields are moments of waiting and say nothing.
-    """
-    rows = []
-    for rank, line in enumerate(text.splitlines()):
-        row = []
-        for field in filter(None, map(str.strip, line.split(","))):
-            match = re.fullmatch(r"(\d+)([FBIW])(-?\d+)", field)
-            if match is None:
-                raise ScheduleError(
-                    f"rank {rank}: {field!r} is not an action; write stage, kind ({', '.join(KINDS)}) and micro-batch, "
-                    "such as 2F0"
-                )
-            row.append(Action(int(match[1]), match[2], int(match[3])))
-        rows.append(tuple(row))
-    stages = 1 + max((a.stage for row in rows for a in row), default=-1)
-    found = Schedule(name, stages, micro_batches, tuple(rows))
-    found.check()
-    return found
 
 
 @lru_cache(maxsize=256)
@@ -441,48 +382,6 @@ VIRTUAL_STAGES: dict[str, tuple[int, int | None]] = {
 """Fewest and most stages per rank; ``None``: as many as wanted."""
 
 
-def _check_complete(found: Schedule) -> None:
-    """Every stage has one rank and does its work once per micro-batch."""
-    seen: dict[tuple[int, int, str], tuple[int, Action]] = {}
-    home: dict[int, int] = {}
-    for rank, row in enumerate(found.rows):
-        for action in row:
-            stage, kind, micro_batch = action
-            if kind not in KINDS or not 0 <= stage < found.stages or not 0 <= micro_batch < found.micro_batches:
-                raise ScheduleError(
-                    f"rank {rank} does {action}: there are kinds {', '.join(KINDS)}, stages 0 to {found.stages - 1} "
-                    f"and micro-batches 0 to {found.micro_batches - 1}"
-                )
-            if home.setdefault(stage, rank) != rank:
-                raise ScheduleError(
-                    f"rank {rank} does {action}, but stage {stage} is on rank {home[stage]}; a stage has one rank"
-                )
-            for part in "IW" if kind == "B" else kind:
-                before = seen.setdefault((stage, micro_batch, part), (rank, action))
-                if before[1] is not action:
-                    raise ScheduleError(f"rank {rank} does {action} after {before[1]}, which has done that; drop one")
-    for stage in range(found.stages):
-        for micro_batch in range(found.micro_batches):
-            for part, name in (("F", "F"), ("I", "B or I"), ("W", "B or W")):
-                if (stage, micro_batch, part) not in seen:
-                    raise ScheduleError(
-                        f"no rank does {name} of stage {stage} for micro-batch {micro_batch}; add "
-                        f"{stage}{name[0] if part == 'F' else part}{micro_batch}"
-                        + (f" to rank {home[stage]}" if stage in home else "")
-                    )
-
-
-def _check_order(found: Schedule) -> None:
-    """On its rank, a micro-batch's forward comes before its backward, and I before W."""
-    for rank, row in enumerate(found.rows):
-        done: set[Action] = set()
-        for action in row:
-            first = {"F": None, "B": "F", "I": "F", "W": "I"}[action.kind]
-            if first is not None and action._replace(kind=first) not in done:
-                raise ScheduleError(f"rank {rank} does {action} before {action._replace(kind=first)}; exchange them")
-            done.add(action)
-
-
 def _flow(found: Schedule) -> Flow:
     """Run every rank as far as it gets, in turn, until all is done or nobody can go on."""
     total = sum(map(len, found.rows))
@@ -521,20 +420,8 @@ def _flow(found: Schedule) -> Flow:
                 position += 1
             moved |= position > at[rank]
             at[rank] = position
-        if not moved:
-            raise ScheduleError("; ".join(_waiting(found, at)))
+        assert moved, f"schedule {found.name} comes to a standstill at {at}"
     return Flow(tuple(actions), tuple(ranks), tuple(before), tuple(needs))
-
-
-def _waiting(found: Schedule, at: list[int]) -> Iterator[str]:
-    """Who waits for what, once nobody goes on."""
-    yield f"schedule {found.name} comes to a standstill"
-    for rank, (row, position) in enumerate(zip(found.rows, at, strict=True)):
-        if position < len(row):
-            action = row[position]
-            stage = action.stage + (-1 if action.kind == "F" else 1)
-            wanted = f"{stage}{'F' if action.kind == 'F' else 'B or I'}{action.micro_batch}"
-            yield f"rank {rank} waits at {action} for {wanted} of rank {found.rank_of[stage]}"
 
 
 def _moments(row: tuple[Action, ...], *, added: bool) -> tuple[InFlight, ...]:

@@ -192,16 +192,11 @@ def _splits(pipeline: Pipeline) -> bool:
 def check_chain(pipeline: Pipeline, chain: Chain) -> None:
     """Raise :class:`ScheduleError` unless there is such a pipeline, and a block for each stage."""
     check_fits(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
-    for block, count in chain:
+    for block, _ in chain:
         seconds = (block.forward_s, block.input_s, block.weight_s, block.send_s)
-        if count < 0 or not block.savings:
-            raise ScheduleError(
-                f"block {block.name}: count {count}, {len(block.savings)} savings; it needs one to save"
-            )
-        if not all(0 <= each < math.inf for each in (*seconds, *(s.recompute_s for s in block.savings))):
-            raise ScheduleError(f"block {block.name}: seconds {seconds} must be finite and not below zero")
-        if min(block.held_bytes, block.gradient_bytes, *(s.saved_bytes for s in block.savings)) < 0:
-            raise ScheduleError(f"block {block.name}: it cannot hold or save less than nothing")
+        sizes = (block.held_bytes, block.gradient_bytes, *(s.saved_bytes for s in block.savings))
+        assert all(0 <= each < math.inf for each in (*seconds, *(s.recompute_s for s in block.savings))), block
+        assert block.savings and min(sizes) >= 0, block
     total = sum(count for _, count in chain)
     if total < pipeline.stages:
         raise ScheduleError(

@@ -371,6 +371,48 @@ def with_other(layer: Layer, x: Tensor, other: Tensor) -> Tensor:
     return out
 
 
+def masked(model: Stack, x: Tensor) -> Tensor:
+    """Masks of their own, none, by name, one for several, and of another shape."""
+    a, b = model.head(x), model.head(x * 2)
+    given = [((a,), {}), ((b,), {}), ((), {}), ((), {"mask": a}), ((), {"mask": a + b}), ((a[:1],), {}), ((None,), {})]
+    for layer, (args, kwargs) in zip(model.layers, given, strict=True):
+        x = layer(x, *args, **kwargs)
+    return x
+
+
+def takes_a_mask(layer: Layer, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    return layer.linear(x) if mask is None else layer.linear(x) + mask
+
+
+def collects(model: Stack, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        out = layer(x)
+        assert out["y"] is out["again"] and out["x"] is x and out["none"] is None
+        x = out["y"] * out["index"] + torch.cat(out["parts"][::-1], -1)
+    return x
+
+
+def returns_much(layer: Layer, x: Tensor) -> dict[str, Any]:
+    y = layer.linear(x)
+    return {"y": y, "again": y, "x": x, "index": layer.index, "none": None, "parts": y.chunk(2, -1)}
+
+
+def gives_keys(model: Stack, x: Tensor) -> Tensor:
+    for number, layer in enumerate(model.layers):
+        x = layer({(True if number == 3 else 1): x})
+    return x
+
+
+def tells_keys_apart(layer: Layer, given: dict[Any, Tensor]) -> Tensor:
+    ((key, x),) = given.items()
+    return layer.linear(x) * (2 if key is True else 3)
+
+
+def longer(layer: Layer, x: Tensor, is_longer: bool, where: str) -> Tensor:
+    y = layer.linear(x.sigmoid() if is_longer and where == "begin" else x)
+    return y.tanh() if is_longer and where == "end" else y
+
+
 FIRST: list[Tensor] = []
 
 
@@ -413,6 +455,16 @@ LAYERS: dict[str, tuple[Make, int]] = {
     "one tensor given twice": (own_layers(gives_one_twice, with_other, 7), 5),
     "a tensor that all know": (own_layers(gives_the_first, knows_the_first, 7), 2),
     "numbers of every type": (layers(lambda s, x: x * [1, 1.0, True, 1 + 0j, 1][s.index] + s.linear(x)), 0),
+    "windows in turn": (layers(lambda s, x: x + s.linear(x).tril(s.index % 2), 6), 3),
+    "a window of its own": (layers(lambda s, x: x + s.linear(x).tril(s.index)), 0),
+    "dropout": (layers(lambda s, x: x + F.dropout(s.linear(x), 0.1 * (s.index // 3), s.training), 6), 3),
+    "begins longer": (layers(lambda s, x: longer(s, x, s.index % 2 == 1, "begin")), 2),
+    "begins shorter": (layers(lambda s, x: longer(s, x, s.index % 2 == 0, "begin")), 2),
+    "ends later": (layers(lambda s, x: longer(s, x, s.index % 2 == 1, "end")), 2),
+    "ends earlier": (layers(lambda s, x: longer(s, x, s.index % 2 == 0, "end")), 2),
+    "masks": (own_layers(masked, takes_a_mask, 7), 1),
+    "a dict with values twice, inputs, numbers and parts": (own_layers(collects, returns_much), 3),
+    "equal keys of other types": (own_layers(gives_keys, tells_keys_apart), 2),
     "zeros of both signs": (layers(lambda s, x: x * [0.0, -0.0, 0.0, -0.0, 0.0][s.index] + s.linear(x)), 2),
 }
 
@@ -555,8 +607,14 @@ def without_gradients(layer: Layer, x: Tensor) -> Tensor:
     return x + y
 
 
+def full_precision(layer: Layer, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return x + layer.linear(x)
+
+
 @pytest.mark.parametrize(
-    ("forward", "folded"), [(default_dtype, 0), (autocast_flag, 0), (inference, 0), (without_gradients, 2)]
+    ("forward", "folded"),
+    [(default_dtype, 0), (autocast_flag, 0), (inference, 0), (without_gradients, 2), (full_precision, 0)],
 )
 def test_state_that_a_layer_sets(forward: Forward, folded: int) -> None:
     assert copies(both(layers(forward))) == folded
@@ -639,7 +697,61 @@ class Lazy(Layer):
         return x + self.extra(self.linear(x))
 
 
+def counts_and_decides(layer: Layer, x: Tensor) -> Tensor:
+    CALLS["made"] += 1
+    y = x + layer.linear(x)
+    return y * CALLS["made"] if CALLS["made"] > 3 else y
+
+
+KEPT: list[Tensor] = []
+
+
+def keeps_the_first(layer: Layer, x: Tensor) -> Tensor:
+    y = x + layer.linear(x)
+    if not KEPT:
+        KEPT.append(y * 2)
+    return y + KEPT[0]
+
+
+def passes_on(layer: Layer, x: Tensor) -> Tensor:
+    y = layer.linear(x)
+    if KEPT:
+        y = y + KEPT.pop()
+    KEPT.append(x.exp())
+    return y
+
+
+class Buffered(Layer):
+    def __init__(self, index: int):
+        super().__init__(index)
+        self.register_buffer("scale", torch.full((8,), float(index)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * self.scale
+
+
+class WritesBuffer(Buffered):
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.add_(1)
+        return self.linear(x)
+
+
+class Normed(Layer):
+    def __init__(self, index: int):
+        super().__init__(index)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
 STATE: dict[str, tuple[Make, int]] = {
+    "a counter that decides": (layers(counts_and_decides), 1),
+    "what the first keeps": (layers(keeps_the_first), 3),
+    "what each leaves for the next": (layers(passes_on), 0),
+    "buffers": (lambda: Stack([Buffered(i) for i in range(4)]), 2),
+    "buffers that are written to": (lambda: Stack([WritesBuffer(i) for i in range(4)]), 0),
+    "running statistics": (lambda: Stack([Normed(i) for i in range(4)]), 0),
     "counters": (lambda: Stack([Counts(i) for i in range(4)]), 0),
     "counters, read by the model": (stack(walks, Counts), 0),
     "counters outside": (lambda: Stack([CountsOutside(i) for i in range(4)]), 0),
@@ -654,7 +766,7 @@ STATE: dict[str, tuple[Make, int]] = {
 def test_code_runs_as_if_for_the_first_time_and_leaves_the_model_alone(case: str) -> None:
     make, folded = STATE[case]
     assert copies(both(make)) == folded
-    assert (calls, CALLS["made"], CountsOutside.made) == (0, 0, 0)
+    assert (calls, CALLS["made"], CountsOutside.made, KEPT) == (0, 0, 0, [])
 
 
 @functools.lru_cache
@@ -733,11 +845,77 @@ def inner_module_unregistered() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("make", "folded"),
-    [(shared_layer, 1), (inner_module_as_head, 2), (inner_module_in_all, 3), (inner_module_unregistered, 3)],
-)
-def test_modules_under_several_names(make: Make, folded: int) -> None:
+class Calls(Layer):
+    """Calls a layer of another stack."""
+
+    def __init__(self, index: int, others: list[nn.Module]):
+        super().__init__(index)
+        self.others = others
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.others[self.index](x))
+
+
+def layers_that_call_layers() -> nn.Module:
+    others: list[nn.Module] = [Layer(i) for i in range(3)]
+    return Stack([*others, *(Calls(i, list(others)) for i in range(3))])
+
+
+def changed(change: Callable[[Any], object], forward: Forward = Layer.forward) -> Make:
+    """A stack whose layers are changed before capture."""
+
+    def made() -> nn.Module:
+        model: Any = layers(forward)()
+        change(model.layers)
+        return model  # type: ignore[no-any-return]
+
+    return made
+
+
+def hooks(pre: bool) -> Callable[[Any], object]:
+    """On a layer, and on a module inside of another one."""
+
+    def change(layers: Any) -> None:
+        for module in (layers[1], layers[3].linear):
+            if pre:
+                module.register_forward_pre_hook(lambda module, args: (args[0].sigmoid(),))
+            else:
+                module.register_forward_hook(lambda module, args, output: output.sigmoid())
+
+    return change
+
+
+MODULES: dict[str, tuple[Make, int]] = {
+    "a layer twice": (shared_layer, 1),
+    "an inner module as head": (inner_module_as_head, 2),
+    "an inner module in all": (inner_module_in_all, 3),
+    "an inner module, unregistered": (inner_module_unregistered, 3),
+    "layers that call layers": (layers_that_call_layers, 0),
+    "a frozen layer": (changed(lambda layers: layers[2].requires_grad_(False)), 2),
+    "weights tied across layers": (
+        changed(lambda layers: setattr(layers[3].linear, "weight", layers[1].linear.weight)),
+        3,
+    ),
+    "weights tied within a layer": (lambda: Stack([Tied(i % 2 == 1) for i in range(5)]), 2),
+    "hooks before": (changed(hooks(pre=True)), 1),
+    "hooks after": (changed(hooks(pre=False)), 1),
+}
+
+
+class Tied(Layer):
+    def __init__(self, is_tied: bool):
+        super().__init__()
+        self.down = nn.Linear(8, 8)
+        if is_tied:
+            self.down.weight = self.linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.linear(x).relu())
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_modules_that_are_shared_tied_or_changed(case: str) -> None:
+    make, folded = MODULES[case]
     assert copies(both(make)) == folded
 
 

@@ -54,13 +54,11 @@ def test_the_cluster_file_that_is_shown_is_one() -> None:
 
 def test_every_pin_and_preset_is_listed_and_no_other() -> None:
     table = re.search(r"\| pin \|.*?\n\n", REFERENCE, flags=re.DOTALL)
-    assert table is not None
     listed = {name for row in table[0].strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     with pytest.raises(PinError) as caught:
         Pins.parse({"": 1})
     assert listed == set(str(caught.value).partition("known: ")[2].split(", "))
     presets = re.search(r"The presets are (.*?)\.", REFERENCE, flags=re.DOTALL)
-    assert presets is not None
     assert set(re.findall(r"`([\w-]+)`", presets[1])) == {
         p.stem for p in (ROOT / "planner" / "cost" / "presets").glob("*.yaml")
     }

@@ -82,7 +82,9 @@ MICRO_BATCHED_PLANS: list[tuple[str, dict[str, Any], int]] = [
 
 
 def name_of(value: object) -> str:
-    return "+".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    if isinstance(value, dict):
+        return "+".join(f"{k}{v}" for k, v in value.items())
+    return getattr(value, "__name__", str(value))
 
 
 @pytest.fixture(scope="module")
@@ -154,12 +156,11 @@ def test_stages_run_in_low_precision(pool: LocalProcesses) -> None:
     pool.run(workers.runs_in_low_precision, "llama", document)
 
 
-def test_copies_stages(pool: LocalProcesses) -> None:
-    pool.run(workers.copies_stages, "gpt2", workers.plan_of("gpt2", {"micro_batches": 2, "pipeline": 4}, 4))
+Documents = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def documents() -> Callable[..., dict[str, Any]]:
+def documents() -> Documents:
     """Plans by (model, pins, ranks), each made once."""
     made: dict[str, dict[str, Any]] = {}
 
@@ -172,7 +173,59 @@ def documents() -> Callable[..., dict[str, Any]]:
     return document
 
 
-DATA_TENSOR = {"data": 2, "tensor": 2}
+DATA_TENSOR, STAGES = {"data": 2, "tensor": 2}, {"micro_batches": 2, "pipeline": 2}
+WORKS: list[tuple[Callable[..., Any], str, dict[str, Any], int, float]] = [
+    (workers.accumulates, "gpt2", DATA_TENSOR, 4, 0.0),
+    (workers.takes_gradients_in_every_way, "gpt2", DATA_TENSOR, 4, 0.0),
+    (workers.takes_gradients_in_every_way, "llama", {"data": 4}, 4, 0.0),
+    (workers.gives_gradients_away, "gpt2", {"data": 4}, 4, 0.0),
+    (workers.copies, "gpt2", DATA_TENSOR, 4, 0.5),
+    (workers.copies_stages, "gpt2", {"micro_batches": 2, "pipeline": 4}, 4, 0.0),
+    (workers.evaluates, "gpt2", DATA_TENSOR, 4, 0.5),
+    (workers.evaluates, "mlp", DATA_TENSOR, 4, 0.5),
+    (workers.keeps_running_statistics, "mlp", {"data": 4}, 4, 0.0),
+    (workers.keeps_tied, "gpt2", DATA_TENSOR, 4, 0.0),
+    (workers.drops_in_step, "gpt2", DATA_TENSOR, 4, 0.2),
+    (workers.drops_in_step, "gpt2", {"context": 4}, 4, 0.2),
+    (workers.drops_in_step, "mlp", {"tensor": 4}, 4, 0.2),
+    (workers.saves_and_loads, "gpt2", DATA_TENSOR, 4, 0.0),
+    (workers.saves_and_loads, "llama", {**DATA_TENSOR, "sequence_parallel": True, "zero": 3}, 4, 0.0),
+    (workers.scales_apart, "gpt2", STAGES, 2, 0.0),
+    (workers.takes_any_optimizer, "mlp", DATA_TENSOR, 4, 0.0),
+    (workers.takes_any_optimizer, "mlp", {"data": 2, "zero": 3}, 2, 0.0),
+    *((workers.initialises_meta, name, {"data": 2, "zero": 3}, 2, 0.0) for name in workers.MODELS),
+    (workers.refuses_wrong_inputs, "mlp", {"data": 2}, 2, 0.0),
+    (workers.refuses_wrong_state_everywhere, "llama", STAGES, 2, 0.0),
+    (workers.refuses_to_go_on_after_half_a_step, "llama", STAGES, 2, 0.0),
+]
+"""What ranks do, with a model, the pins of its plan, ranks, and the model's dropout."""
+
+
+@pytest.mark.parametrize("work, model, pin, ranks, dropout", WORKS, ids=name_of)
+def test_what_ranks_do(
+    pool: LocalProcesses,
+    documents: Documents,
+    work: Callable[..., Any],
+    model: str,
+    pin: dict[str, Any],
+    ranks: int,
+    dropout: float,
+) -> None:
+    pool.run(work, model, documents(model, pin, ranks, dropout), ranks=ranks)
+
+
+ALONE = [
+    (workers.drops_differently_where_sharded, 4),
+    (workers.scales_unlike_stages, 2),
+    (workers.refuses_what_differs_between_ranks, 2),
+    (workers.layers_compute_the_whole, 2),
+    (workers.raises_on_every_rank, 2),
+]
+
+
+@pytest.mark.parametrize("work, ranks", ALONE, ids=name_of)
+def test_what_ranks_do_without_a_plan(pool: LocalProcesses, work: Callable[..., Any], ranks: int) -> None:
+    pool.run(work, ranks=ranks)
 
 
 @pytest.mark.parametrize("pin", workers.LOW_PRECISION_PINS, ids=name_of)
@@ -187,58 +240,6 @@ def test_trains_in_its_own_precision(pool: LocalProcesses, model: str, dtype: to
 def test_runs_in_low_precision(pool: LocalProcesses, pin: dict[str, Any]) -> None:
     document = workers.plan_of("llama", pin, 2, dtype=torch.float32)
     pool.run(workers.runs_in_low_precision, "llama", document, ranks=2)
-
-
-def test_accumulates_gradients(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
-    pool.run(workers.accumulates, "gpt2", documents("gpt2", DATA_TENSOR, 4))
-
-
-@pytest.mark.parametrize("model, pin", [("gpt2", DATA_TENSOR), ("llama", {"data": 4})])
-def test_gradients_are_summed_whoever_asks(
-    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str, pin: dict[str, Any]
-) -> None:
-    pool.run(workers.takes_gradients_in_every_way, model, documents(model, pin, 4))
-
-
-def test_gradients_stay_with_who_holds_them(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
-    pool.run(workers.gives_gradients_away, "gpt2", documents("gpt2", {"data": 4}, 4))
-
-
-def test_copies(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
-    pool.run(workers.copies, "gpt2", documents("gpt2", DATA_TENSOR, 4, 0.5))
-
-
-@pytest.mark.parametrize("model", ["gpt2", "mlp"])
-def test_evaluates(pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str) -> None:
-    pool.run(workers.evaluates, model, documents(model, DATA_TENSOR, 4, 0.5))
-
-
-def test_keeps_running_statistics(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
-    pool.run(workers.keeps_running_statistics, documents("mlp", {"data": 4}, 4))
-
-
-def test_keeps_tied_weights_tied(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
-    pool.run(workers.keeps_tied, documents("gpt2", DATA_TENSOR, 4))
-
-
-@pytest.mark.parametrize("model, pin", [("gpt2", DATA_TENSOR), ("gpt2", {"context": 4}), ("mlp", {"tensor": 4})])
-def test_drops_in_step(
-    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str, pin: dict[str, Any]
-) -> None:
-    pool.run(workers.drops_in_step, model, documents(model, pin, 4, 0.2))
-
-
-def test_drops_differently_where_sharded(pool: LocalProcesses) -> None:
-    pool.run(workers.drops_differently_where_sharded)
-
-
-@pytest.mark.parametrize(
-    "model, pin", [("gpt2", DATA_TENSOR), ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3})]
-)
-def test_saves_and_loads(
-    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str, pin: dict[str, Any]
-) -> None:
-    pool.run(workers.saves_and_loads, model, documents(model, pin, 4))
 
 
 def test_a_checkpoint_goes_on_under_any_plan(pool: LocalProcesses, tmp_path: Path) -> None:
@@ -317,34 +318,8 @@ def test_an_overflow_on_one_rank_is_one_on_all(pool: LocalProcesses, model: str,
     pool.run(workers.scales_and_skips_together, model, workers.plan_exactly(model, pin, 4))
 
 
-def test_scales_are_those_of_each_rank(pool: LocalProcesses) -> None:
-    document = workers.plan_of("gpt2", {"micro_batches": 2, "pipeline": 2}, 2)
-    pool.run(workers.scales_apart, "gpt2", document, ranks=2)
-
-
-def test_a_scaler_refuses_stages_of_different_dtypes(pool: LocalProcesses) -> None:
-    pool.run(workers.scales_unlike_stages, ranks=2)
-
-
-@pytest.mark.parametrize("pin", [DATA_TENSOR, {"data": 2, "zero": 3}], ids=name_of)
-def test_takes_any_optimizer(
-    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], pin: dict[str, Any]
-) -> None:
-    ranks = 4 if "tensor" in pin else 2
-    pool.run(workers.takes_any_optimizer, "mlp", documents("mlp", pin, ranks), ranks=ranks)
-
-
-@pytest.mark.parametrize("model", ["mlp", "gpt2", "llama"])
-def test_initialises_models_on_the_meta_device(
-    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], model: str
-) -> None:
-    pool.run(workers.initialises_meta, model, documents(model, {"data": 2, "zero": 3}, 2), ranks=2)
-
-
 @pytest.mark.parametrize("form", ["state dict", "file", "directory", "torch file", "checkpoint"])
-def test_loads_models_on_the_meta_device(
-    pool: LocalProcesses, documents: Callable[..., dict[str, Any]], tmp_path: Path, form: str
-) -> None:
+def test_loads_models_on_the_meta_device(pool: LocalProcesses, documents: Documents, tmp_path: Path, form: str) -> None:
     path = None
     if form == "checkpoint":
         path = str(tmp_path)
@@ -367,21 +342,10 @@ def test_loads_models_on_the_meta_device(
     pool.run(workers.loads_meta, "gpt2", documents("gpt2", {"tensor": 2}, 2), path, ranks=2)
 
 
-def test_ranks_given_different_plans_say_so(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
+def test_ranks_given_different_plans_say_so(pool: LocalProcesses, documents: Documents) -> None:
     both = [documents("mlp", {"data": 2}, 2), documents("mlp", {"tensor": 2}, 2)]
     pool.run(workers.refuses_other_plans, both, ranks=2)
-
-
-def test_ranks_given_something_else_say_so(pool: LocalProcesses) -> None:
-    pool.run(workers.refuses_what_differs_between_ranks, ranks=2)
-
-
-def test_a_plan_for_more_processes_says_so(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
     pool.run(workers.refuses_other_world_sizes, documents("mlp", {"data": 4}, 4), ranks=2)
-
-
-def test_wrong_inputs_say_what_to_do(pool: LocalProcesses, documents: Callable[..., dict[str, Any]]) -> None:
-    pool.run(workers.refuses_wrong_inputs, documents("mlp", {"data": 2}, 2), ranks=2)
 
 
 @pytest.mark.parametrize("pin", [{"data": 2, "zero": 3}, {"pipeline": 2, "micro_batches": 2}], ids=name_of)
@@ -389,23 +353,10 @@ def test_it_has_the_face_of_its_model(pool: LocalProcesses, pin: dict[str, Any],
     pool.run(faces.has_the_face_of_its_model, workers.plan_of("gpt2", pin, 2), str(tmp_path), ranks=2)
 
 
-def test_layers_compute_the_whole(pool: LocalProcesses) -> None:
-    pool.run(workers.layers_compute_the_whole, ranks=2)
-
-
-def test_errors_of_rank_0_reach_all(pool: LocalProcesses) -> None:
-    pool.run(workers.raises_on_every_rank, ranks=2)
-
-
 def test_a_rank_that_fails_ends_the_call(pool: LocalProcesses) -> None:
     with pytest.raises(RankError):
         pool.run(workers.fails_alone)
     pool.run(workers.drops_differently_where_sharded)  # and the processes can be used again
-
-
-@pytest.mark.parametrize("what", [workers.refuses_wrong_state_everywhere, workers.refuses_to_go_on_after_half_a_step])
-def test_stages_fail_together(pool: LocalProcesses, what: Callable[..., None]) -> None:
-    pool.run(what, "llama", workers.plan_of("llama", {"micro_batches": 2, "pipeline": 2}, 2), ranks=2)
 
 
 def test_who_waits_for_a_lost_rank_is_told_so(pool: LocalProcesses, tmp_path: Path) -> None:

@@ -43,16 +43,18 @@ CLUSTER = ClusterSpec.local(4)
 # No backward here is the derivative of its forward.
 
 
-class Round(Function):
-    """Straight through."""
+class Straight(Function):
+    """Passes gradients straight through."""
 
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Tensor:
+        return gradient
+
+
+class Round(Straight):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return torch.round(4 * x) / 4
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 class Clip(Function):
@@ -460,7 +462,6 @@ def test_what_is_known_of_a_function_belongs_to_the_program() -> None:
     (later,) = functions(model, batch)
     assert (node["moves"], later["moves"]) == ((1.0, 1.0), (1.0, 2.0))
     plan = plan_traced(traced, ClusterSpec.local(1), Pins.parse({}), Training())
-    assert plan.assignment is not None
     program = copy.deepcopy(rewrite(traced.captured, plan.assignment, {}, torch.device("cpu")).module)
     expected = model(**batch).detach()
     parameters = {**dict(model.named_parameters()), **batch}
@@ -478,7 +479,6 @@ def test_what_it_keeps_is_counted() -> None:
     model, batch = net("normed", layers=3)
     traced = trace(model, None, batch)
     plan = plan_traced(traced, ClusterSpec.local(2), Pins.parse({"data": 2}), Training())
-    assert plan.assignment is not None
     assert plan.predicted.peak_bytes == pytest.approx(observed_peak(model, traced, plan.assignment), rel=0.05)
 
 
@@ -555,7 +555,6 @@ def test_what_its_context_holds_does_not_leave_the_device() -> None:
     for holds in (False, True):
         model, batch = _shifts(_keeping(not holds, holds, not holds, False).apply)
         plan = plan_traced(trace(model, None, batch), ClusterSpec.local(1), pins, Training())
-        assert plan.assignment is not None
         saved.append([each.sizes for each in usage(plan.assignment).saved])
     size = 4 * BATCH * LENGTH * WIDTH
     assert saved == [[(size,)] * 6, [(size,)]], "five results and what the loss is the mean of; that alone"
@@ -686,65 +685,41 @@ def test_a_declaration_of_other_shapes_is_refused_where_it_is_called() -> None:
 # ---- what cannot be carried ------------------------------------------------------------------------------------------
 
 
-class Drops(Function):
+class Drops(Straight):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x * (torch.rand_like(x) > 0.5)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
-
-class InPlace(Function):
+class InPlace(Straight):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.mark_dirty(x)
         return x.mul_(2)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
-
-class Listed(Function):
+class Listed(Straight):
     @staticmethod
     def forward(ctx: Any, several: list[Tensor]) -> Tensor:
         return several[0] + several[1]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        return None
 
-
-class Boxed(Function):
+class Boxed(Straight):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Any:
         return x * 2, object()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:
-        return gradient
 
-
-class Outside(Function):
+class Outside(Straight):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return torch.from_numpy(x.numpy() * 2)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
-
-class Finds(Function):
+class Finds(Straight):
     @staticmethod
     def forward(ctx: Any, x: Tensor, by: nn.Linear) -> Tensor:
         return x * by.weight[:, 0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 ELSEWHERE = nn.Linear(1, WIDE)

@@ -203,7 +203,6 @@ def test_two_versions_of_the_weights_are_alive(stages: int) -> None:
                 assert seen == {1, 2}
                 seen.clear()
         assert seen == {2}
-        assert program.left is not None
         assert Counter(stage for stage, _ in program.left.in_flight) == {1: {0: 1}, 4: {0: 3, 1: 2, 2: 2, 3: 1}}[stages]
 
 

@@ -125,7 +125,6 @@ def test_a_device_that_holds_a_block_s_trains(pool: LocalProcesses) -> None:
     """One that is too small for all that is saved, and nothing is recomputed."""
     pin = {"recompute": "none", "data": 2, "zero": 3}
     least = tight(carried.plan_of("functional-gpt", {**pin, "activations": "all"}, 2)).transfer_schedule
-    assert least is not None
     memory = int(least.budget_bytes / 0.9) + 1
     with pytest.raises(InfeasibleError, match="largest working set"):
         carried.plan_of("functional-gpt", {**pin, "activations": "none"}, 2, memory_bytes=memory)

@@ -70,7 +70,6 @@ def test_a_cluster_must_describe_its_disk_and_the_disk_must_do() -> None:
 def test_a_slower_home_makes_a_slower_step() -> None:
     """Fetching takes the disk's reading, evicting its writing, where these are slower than the way to the host."""
     found, host = on_disk.plan_of(1), on_disk.plan_of(1, offload="host")
-    assert found.transfer_schedule is not None and host.transfer_schedule is not None
     assert found.transfer_schedule.bytes_moved == host.transfer_schedule.bytes_moved
     fetched, evicted = (found.transfer_schedule.bytes_moved["host", way] for way in ("fetch", "evict"))
     assert found.predicted.time_s["offload"] == pytest.approx(fetched / 2e9 + evicted / 1e9)

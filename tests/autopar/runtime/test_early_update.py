@@ -88,7 +88,6 @@ def test_what_stays_is_updated_by_step() -> None:
     torch.manual_seed(0)
     model = Deep().double()
     roomy = autopar.plan(model, CLUSTER, example_kwargs={"x": batch(0)}, pin=EARLY)
-    assert roomy.transfer_schedule is not None
     room = max(roomy.transfer_schedule.trace.needed_bytes) + sum(
         item.bytes for item in roomy.transfer_schedule.trace.items
     )
@@ -199,7 +198,6 @@ def test_backward_goes_on_while_a_block_is_updated() -> None:
 
     model, pmodel = deep()
     optimizer = pmodel.optimizer(Waiting, lr=0.1)
-    assert pmodel.offload is not None
     enter = pmodel.offload.enter
 
     def entering(number: int, is_backward: bool) -> None:
@@ -446,7 +444,6 @@ def test_optimizers_that_couple_parameters_are_refused() -> None:
 
 def breaks_off(pmodel: ParallelModule, at: int) -> None:
     """A backward that fails on entering a block."""
-    assert pmodel.offload is not None
     enter = pmodel.offload.enter
 
     def failing(number: int, is_backward: bool) -> None:
@@ -512,7 +509,6 @@ def test_a_transfer_schedule_that_reads_what_was_updated_is_refused() -> None:
     torch.manual_seed(0)
     model = Deep().double()
     plan = autopar.plan(model, CLUSTER, example_kwargs={"x": batch(0)}, pin=EARLY)
-    assert plan.transfer_schedule is not None
     data = json.loads(json.dumps(plan.transfer_schedule.to_dict()))
     item = next(each for each in data["items"] if each["name"] == "parameters 4 blocks.3")
     (updated,) = (name for name in item["uses"] if name.startswith("update "))

@@ -166,7 +166,6 @@ def test_parts_step_as_parts_of_the_whole() -> None:
     optimizers = [made([each], lr=1e-2, fused=True) for each in (whole, *parts)]
     for seed in range(3):
         give([whole], seed)
-        assert whole.grad is not None
         for part, grad in zip(parts, whole.grad.chunk(3), strict=True):
             part.grad = grad.clone()
         for optimizer in optimizers:
@@ -391,7 +390,6 @@ def test_trains_as_written_out_by_hand(alone: None, tmp_path: Path, tier: str) -
         other.load_state_dict(pmodel.state_dict())
         restarted[0].param_groups[0]["lr"] = restarted[0].param_groups[1]["lr"] = 0.0
         for parameter in other.parameters():
-            assert parameter.grad is not None
             parameter.grad.zero_()
     restarted[0].step()
     for name, value in pmodel.full_state_dict().items():

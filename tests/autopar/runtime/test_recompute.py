@@ -77,8 +77,7 @@ def test_computes_the_same_with_the_predicted_collectives(name: str, pin: dict[s
 def test_holds_less_and_as_much_as_predicted(pin: dict[str, Any], level: Any) -> None:
     model, _, captured = traced("llama")
     whole, less = (plan_of("llama", {**pin, "recompute": each}) for each in ("none", level))
-    assert whole.assignment is not None and less.assignment is not None
-    seen = [observed_peak(model, captured, plan.assignment) for plan in (whole, less) if plan.assignment]
+    seen = [observed_peak(model, captured, plan.assignment) for plan in (whole, less)]
     assert seen[1] < seen[0]
     assert less.predicted.peak_bytes == pytest.approx(seen[1], rel=0.08)
 
@@ -236,7 +235,6 @@ def test_what_is_dropped_is_not_held_until_backward() -> None:
     for level in COMPUTED:
         pins = Pins.parse({"data": 2, "recompute": level})
         plan = plan_traced(captured, ClusterSpec.local(2, cores=2), pins, Training())
-        assert plan.assignment is not None
         peaks.append(observed_peak(model, captured, plan.assignment))
         assert plan.predicted.peak_bytes == pytest.approx(peaks[-1], rel=0.03), level
     assert peaks[2] < peaks[1] < peaks[0]
@@ -247,7 +245,6 @@ def test_a_model_that_stopped_training_in_between_recomputes_as_it_ran() -> None
     captured = trace(model, (x,))
     pins = Pins.parse({"data": 2, "recompute": "full"})
     plan = plan_traced(captured, ClusterSpec.local(2, cores=2), pins, Training())
-    assert plan.assignment is not None
     found = []
     for trains in (True, False):
         with Simulation(model, captured.captured, plan.assignment, seed=1) as simulation:
@@ -264,7 +261,6 @@ def test_wrong_programs_are_caught_by_their_types() -> None:
     """A resharding left out of what is run again gives a part where the whole was."""
     _, _, captured = traced("llama")
     plan = plan_of("llama", {"tensor": 2, "sequence_parallel": True, "recompute": "full"})
-    assert plan.assignment is not None
     with fake_process_group(2):
         program, groups = emit(captured.captured, plan.assignment)
         again = next(m for name, m in program.module.named_children() if name.endswith("_again"))

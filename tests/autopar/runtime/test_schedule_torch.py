@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from planner.solve.pipeline.schedule import Schedule, parse, schedule
+from planner.solve.pipeline.schedule import Schedule, schedule
 
 RANKS = (1, 2, 3, 4, 8)
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 32)
@@ -107,9 +107,8 @@ def test_v_shaped_orders_are_torchs_wherever_torch_has_one(ranks: int, count: in
 
 @pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2), ("dualpipev", 2)])
 @pytest.mark.parametrize("count", [1, 7, 11])
-def test_torch_finds_every_schedule_valid_and_reads_what_we_write(name: str, virtual: int, count: int) -> None:
+def test_torch_finds_every_schedule_valid(name: str, virtual: int, count: int) -> None:
     found = schedule(name, 4, count, virtual)
-    lines = [[theirs._Action.from_str(field) for field in line.split(",")] for line in found.text().splitlines()]
+    lines = [[theirs._Action.from_str(action) for action in row] for row in ours(found)]
     homes = theirs._validate_schedule(dict(enumerate(lines)), 4, found.stages, count)
     assert tuple(homes[stage] for stage in range(found.stages)) == found.rank_of
-    assert parse(name, "\n".join(",".join(map(str, line)) for line in lines), count).rows == found.rows

@@ -44,7 +44,6 @@ def test_the_predicted_peak_is_the_observed_one(name: str, case: tuple[int, Mapp
     model, batch = MODELS[name].build()
     traced = trace(model, None, batch)
     plan = plan_traced(traced, ClusterSpec.local(ranks), Pins.parse(pin), Training())
-    assert plan.assignment is not None
     observed = observed_peak(model, traced, plan.assignment)
     assert plan.predicted.peak_bytes == pytest.approx(observed, rel=TOLERANCE)
 
@@ -125,7 +124,6 @@ def test_the_predicted_peak_is_the_observed_one_with_masters(name: str, pin: Map
     model.bfloat16()
     traced = trace(model, None, batch)
     plan = plan_traced(traced, ClusterSpec.local(2), Pins.parse(pin), Training(optimizer_bytes_per_element=12))
-    assert plan.assignment is not None
     observed = observed_peak(model, traced, plan.assignment, torch.float32)
     assert plan.predicted.peak_bytes == pytest.approx(observed, rel=TOLERANCE)
 

@@ -24,10 +24,10 @@ from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Tier, Training
 from planner.ir.folding import fold
-from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
 from planner.solve.choices.bound import lower_bounds
-from tests.planner.plans import cluster, plan_of, residual_mlp
+from tests.planner.plans import Build, cluster, plan_of, residual_mlp
 
 PINS = (
     {"data": 4},
@@ -46,22 +46,9 @@ def usage_of(graph: Graph, pin: dict[str, int], on: ClusterSpec | None = None) -
 
 def product(rows: int = 64, width: int = 32) -> Graph:
     """``mean(relu(x w))`` of ``x [rows, width]`` and a square ``w``, float32."""
-    hidden, scalar = TensorType((rows, width), "float32", True), TensorType((), "float32", True)
-    return Graph(
-        (
-            Node("x", "input", (), (TensorType((rows, width), "float32"),), target="x"),
-            Node("w", "param", (), (TensorType((width, width), "float32", True),), target="w"),
-            Node("mm", "aten.mm.default", (("self", Ref("x")), ("mat2", Ref("w"))), (hidden,)),
-            Node("relu", "aten.relu.default", (("self", Ref("mm")),), (hidden,)),
-            Node(
-                "loss",
-                "aten.mean.default",
-                (("self", Ref("relu")), ("dtype", None)),
-                (scalar,),
-            ),
-        ),
-        (Ref("loss"),),
-    )
+    b = Build()
+    x, w = b.leaf("x", rows, width), b.leaf("w", width, width, op="param")
+    return b.mean(b.relu("relu", b.call("mm", "mm.default", rows, width, self=x, mat2=w)))
 
 
 def test_a_product_by_hand() -> None:
@@ -93,7 +80,6 @@ def test_buckets_stay_on_the_host_alone() -> None:
 def test_what_is_left_is_what_a_step_keeps(pin: dict[str, int]) -> None:
     graph = residual_mlp()
     plan = plan_of(graph, pin=pin)
-    assert plan.assignment is not None
     found = usage(plan.assignment)
     left = Counter[str]()
     for held in found.left:
@@ -172,22 +158,13 @@ def test_what_repeats_need_not_be_followed(pin: dict[str, int], amount: Amount) 
 @pytest.mark.parametrize("layers", range(13, 21))
 def test_values_may_outlive_what_is_not_followed(layers: int) -> None:
     """Every layer reads what the two before it made."""
-    nodes = [Node("x", "input", (), (TensorType((64, 32), "float32"),), target="x")]
-    made = [Ref("x"), Ref("x")]
-    value, weight = TensorType((64, 32), "float32", True), TensorType((32, 32), "float32", True)
+    b = Build()
+    made = [b.leaf("x", 64, 32)] * 2
     for number in range(layers):
         path = f"layers.{number}"
-        nodes.append(Node(f"w{number}", "param", (), (weight,), target=f"{path}.w"))
-        args = (("input", made[-1]), ("weight", Ref(f"w{number}")), ("bias", None))
-        nodes.append(Node(f"y{number}", "aten.linear.default", args, (value,), path=path))
-        nodes.append(Node(f"r{number}", "aten.relu.default", (("self", Ref(f"y{number}")),), (value,), path=path))
-        added = (("self", Ref(f"r{number}")), ("other", made[-2]), ("alpha", 1))
-        nodes.append(Node(f"a{number}", "aten.add.Tensor", added, (value,), path=path))
-        made.append(Ref(f"a{number}"))
-    scalar = (TensorType((), "float32", True),)
-    nodes.append(Node("loss", "aten.mean.default", (("self", made[-1]), ("dtype", None)), scalar))
-    plan = plan_of(Graph(tuple(nodes), (Ref("loss"),)), pin={"data": 4, "recompute": "none", "zero": 0})
-    assert plan.assignment is not None
+        relu = b.relu(f"r{number}", b.linear(f"y{number}", made[-1], 32, path), path)
+        made.append(b.add(f"a{number}", relu, made[-2], path))
+    plan = plan_of(b.mean(made[-1]), pin={"data": 4, "recompute": "none", "zero": 0})
     some, every = usage(plan.assignment), follow(Walk(Wiring(plan.assignment), []))
     assert (some.peak_bytes, some.by_use(), some.by_block) == (every.peak_bytes, every.by_use(), every.by_block)
 

@@ -13,11 +13,11 @@ from planner.analysis.offload.chunks import SAVED, chunks_of, home_bytes, label
 from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes
 from planner.formulation.assignment import Assignment
-from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph
 from planner.plan.plan import Plan, reprice
 from planner.solve.transfers import ItemUse
-from tests.planner.plans import residual_mlp, unwrapped
-from tests.planner.search.test_offload import GRAPH, cluster, decided, gpu, offload, with_usable
+from tests.planner.plans import Build, residual_mlp, unwrapped
+from tests.planner.search.test_offload import GRAPH, cluster, gpu, offload, with_usable
 
 ALL = {"activations": "all"}
 WIDE, NARROW = 64 * 4 * 128 * 4, 64 * 128 * 4
@@ -31,13 +31,11 @@ def roomy(graph: Graph = GRAPH, **pin: Any) -> Plan:
 
 def saved_in(plan: Plan) -> dict[str, int]:
     """Bytes of the items of what is saved, by name."""
-    assert plan.transfer_schedule is not None
     return {item.name: item.bytes for item in plan.transfer_schedule.trace.items if item.name.startswith(SAVED)}
 
 
 def leaving(plan: Plan) -> int:
     """How many of them leave."""
-    assert plan.transfer_schedule is not None
     return sum(name.startswith(SAVED) for entry in plan.transfer_schedule.entries for name in entry.evict)
 
 
@@ -53,18 +51,12 @@ def stays(assignment: Assignment) -> Usage:
 
 def chained(layers: int = 4) -> Graph:
     """``relu(linear(h))``, layer after layer: what a layer's relu saves the next layer's product saves, too."""
-    nodes: list[Node] = [Node("x", "input", (), (TensorType((32, 64), "float32", False),), target="x")]
-    value = Ref("x")
+    b = Build()
+    value = b.leaf("x", 32, 64)
     for number in range(layers):
-        path, shape = f"layers.{number}", (32, 64)
-        weight = Node(f"w{number}", "param", (), (TensorType((64, 64), "float32", True),), target=f"{path}.weight")
-        args = (("input", value), ("weight", Ref(weight.name)), ("bias", None))
-        made = TensorType(shape, "float32", True)
-        nodes += [weight, Node(f"linear{number}", "aten.linear.default", args, (made,), path=path)]
-        nodes.append(Node(f"relu{number}", "aten.relu.default", (("self", Ref(nodes[-1].name)),), (made,), path=path))
-        value = Ref(nodes[-1].name)
-    loss = Node("loss", "aten.mean.default", (("self", value), ("dtype", None)), (TensorType((), "float32", True),))
-    return Graph((*nodes, loss), (Ref("loss"),))
+        path = f"layers.{number}"
+        value = b.relu(f"relu{number}", b.linear(f"linear{number}", value, 64, path), path)
+    return b.mean(value)
 
 
 def test_a_block_s_own_values_are_an_item_counted_by_hand() -> None:
@@ -72,7 +64,6 @@ def test_a_block_s_own_values_are_an_item_counted_by_hand() -> None:
     plan = roomy()
     layers = {f"saved {number + 1} layers.{number}": NARROW + WIDE for number in range(4)}
     assert saved_in(plan) == {**layers, "saved 5 head": NARROW}
-    assert plan.transfer_schedule is not None
     uses = plan.transfer_schedule.trace.item["saved 2 layers.1"].uses
     assert uses == (ItemUse("forward 2 layers.1", "w"), ItemUse("backward 2 layers.1"))
 
@@ -87,8 +78,7 @@ def test_what_two_blocks_save_is_in_one_item_and_back_for_both() -> None:
     size = 32 * 64 * 4
     assert set(saved_in(plan).values()) == {size} and len(saved_in(plan)) == 4
     name = next(name for name in saved_in(plan) if name.endswith(" of 1, 2"))
-    names = [label(decided(plan), number) for number in (1, 2)]
-    assert plan.transfer_schedule is not None
+    names = [label(plan.assignment, number) for number in (1, 2)]
     uses = plan.transfer_schedule.trace.item[name].uses
     assert uses == (
         ItemUse(f"forward {names[1]}", "w"),
@@ -101,7 +91,7 @@ def test_what_is_beside_is_less_by_what_may_leave() -> None:
     """In blocks that neither save nor read it by exactly its bytes; in others by no more than it."""
     for graph in (GRAPH, chained(), residual_mlp(layers=3, width=64, batch=64, early=True)):
         for recompute in ("none", "full"):
-            assignment = decided(roomy(graph, recompute=recompute))
+            assignment = roomy(graph, recompute=recompute).assignment
             moved, still = usage(assignment), stays(assignment)
             assert moved.saved and not still.saved
             for (direction, number), size in still.by_block.items():
@@ -133,7 +123,6 @@ def test_a_count_beyond_the_blocks_is_refused_before_the_search(
 
 
 def needed(plan: Plan) -> int:
-    assert plan.transfer_schedule is not None
     return max(plan.transfer_schedule.trace.needed_bytes)
 
 
@@ -147,7 +136,6 @@ def test_a_device_too_small_for_all_that_is_saved_is_enough_where_it_leaves() ->
     plan = offload(spec=spec, activations="all", recompute="none")
     assert leaving(plan) >= 3 and plan.predicted.peak_bytes <= sizes[-1]
     assert f"activations of {leaving(plan)} of 5 blocks on the host between forward and backward" in unwrapped(plan)
-    assert plan.transfer_schedule is not None
     moved = sum(
         plan.transfer_schedule.trace.item[name].bytes
         for entry in plan.transfer_schedule.entries
@@ -158,7 +146,7 @@ def test_a_device_too_small_for_all_that_is_saved_is_enough_where_it_leaves() ->
     )
     again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert again == plan and again.activations == "all"
-    assert reprice(plan, decided(plan)) == plan
+    assert reprice(plan, plan.assignment) == plan
 
 
 def test_links_that_hide_it_make_leaving_cost_nothing() -> None:
@@ -171,10 +159,8 @@ def test_links_that_hide_it_make_leaving_cost_nothing() -> None:
 def test_a_host_too_small_for_what_leaves_is_refused_with_its_numbers() -> None:
     spec = with_usable(cluster(), needed(roomy()))
     plan = offload(spec=spec, activations="all", recompute="none")
-    assert plan.transfer_schedule is not None
     left = [name for entry in plan.transfer_schedule.entries for name in entry.evict if name.startswith(SAVED)]
-    more, data = sum(saved_in(plan)[name] for name in left), home_bytes(decided(plan), chunks_of(decided(plan)))
-    assert spec.host is not None
+    more, data = sum(saved_in(plan)[name] for name in left), home_bytes(plan.assignment, chunks_of(plan.assignment))
     for missing in (0, 1000):
         host = spec.host.model_copy(update={"memory_bytes": data + more - missing})
         small = spec.model_copy(update={"host": host})
@@ -205,7 +191,7 @@ def test_it_leaves_where_that_is_faster_than_making_it_again() -> None:
     )
     assert chosen.predicted.step_time_s < 0.96 * stays.predicted.step_time_s
     assert chosen.predicted.peak_bytes <= chosen.cluster.device.usable_bytes and chosen.certificate.holds
-    assert chosen.activations == "all" and reprice(chosen, decided(chosen)) == chosen
+    assert chosen.activations == "all" and reprice(chosen, chosen.assignment) == chosen
 
 
 def test_it_leaves_where_nothing_else_fits() -> None:
@@ -221,8 +207,7 @@ def test_it_stays_where_all_fits_and_where_the_host_has_no_room_for_it() -> None
     assert not saved_in(plenty) and plenty.activations == 0
     graph, spec = residual_mlp(layers=8, width=256, batch=2048), gpu("60 MiB")
     stays = offload(graph, spec, activations="none")
-    assert spec.host is not None
-    host = spec.host.model_copy(update={"memory_bytes": home_bytes(decided(stays), chunks_of(decided(stays)))})
+    host = spec.host.model_copy(update={"memory_bytes": home_bytes(stays.assignment, chunks_of(stays.assignment))})
     found = offload(graph, spec.model_copy(update={"host": host}))
     assert not leaving(found) and found.predicted.step_time_s == stays.predicted.step_time_s
 

@@ -36,7 +36,6 @@ PINS: tuple[dict[str, Any], ...] = (
 def fullest_of(graph: Graph, pin: dict[str, Any], memory: str = "1 GiB") -> PeakReport:
     """Of the plan that the search finds; what is alive is checked to add up."""
     found = search(graph, cluster(4, memory), Pins.parse(pin), Training())
-    assert found.staged is not None
     fullest = peak_micro_batched(found.assignment, found.staged)
     assert fullest.bytes == sum(held.all_bytes for held in fullest.alive) == found.staged.peak_bytes
     assert fullest.by_use() == found.staged.memory_bytes
@@ -129,7 +128,6 @@ def test_what_the_next_block_of_a_stage_gathers_is_on_its_way(recompute: str) ->
     """Whole, and this rank's parts behind one another: to the layer after, or to the one before that gathers again."""
     pin = {"pipeline": 2, "micro_batches": 8, "data": 2, "zero": 3, "schedule": "1f1b", "recompute": recompute}
     found = search(GRAPH, cluster(4), Pins.parse(pin), Training())
-    assert found.staged is not None
     (_, high, _), paths = found.staged.cut.bounds, [each.block.path for each in found.assignment.space.folded.instances]
     assert paths[:high] == ["stem", "layers.0", "layers.1", "layers.2"]
     layer_bytes = 4 * (2 * 256 * 1024 + 256 + 1024) * 3 // 2
@@ -212,7 +210,6 @@ def test_gradients_as_they_are_stored_come_when_those_of_a_block_are_sent() -> N
 def test_every_rank_is_given_all_inputs() -> None:
     """Also those that only blocks of another rank read."""
     found = search(GRAPH, cluster(4), Pins.parse({"pipeline": 2, "micro_batches": 8, "tensor": 2}), Training())
-    assert found.staged is not None
     alive, (x,) = found.staged.alive, (leaf for leaf in GRAPH.leaves if leaf.op == "input")
     assert [alive.given_bytes(rank) for rank in range(2)] == [0, x.results[0].size_bytes]
     own = sum(link.block.held_bytes for link in alive.links)

@@ -21,7 +21,7 @@ from planner.plan.plan import Plan, reprice
 from planner.solve.transfers import Item, ItemUse, Moment, TierLink, Trace, TransferSchedule, fewest_bytes
 from tests.planner.plans import residual_mlp, unwrapped
 from tests.planner.search.test_offload import cluster, gpu, with_usable
-from tests.planner.search.test_offload_micro_batched import decided, offload
+from tests.planner.search.test_offload_micro_batched import offload
 
 WIDE, NARROW = 64 * 4 * 128 * 4 // 4, 64 * 128 * 4 // 4
 """Bytes of a layer's hidden values in one of four micro-batches, and of what it adds them to."""
@@ -79,7 +79,7 @@ def test_what_others_in_flight_have_saved_is_not_beside() -> None:
     assert plan.pipeline is not None and still.pipeline is not None and plan.pipeline.bounds == still.pipeline.bounds
     for rank, table in enumerate(plan.transfer_schedules):
         blocks = range(*plan.pipeline.bounds[rank : rank + 2])
-        moved, held = (usage(decided(each), blocks) for each in (plan, still))
+        moved, held = (usage(each.assignment, blocks) for each in (plan, still))
         assert held.saved_bytes - moved.saved_bytes == sum(saved_in(table, 0).values()) > 0
         beside = {moment.name: moment.other_bytes for moment in table.trace.moments}
         each = [
@@ -155,7 +155,7 @@ def test_devices_too_small_for_all_that_is_saved_are_enough_where_it_leaves(name
     assert sum(plan.predicted.time_s.values()) == pytest.approx(plan.predicted.step_time_s)
     again = Plan.from_dict(plan.to_dict())
     assert again.to_dict() == plan.to_dict() and again.activations == "all"
-    assert reprice(again, decided(plan)).transfer_schedules == plan.transfer_schedules
+    assert reprice(again, plan.assignment).transfer_schedules == plan.transfer_schedules
 
 
 def test_a_count_is_of_the_first_blocks_of_each_stage() -> None:
@@ -170,7 +170,7 @@ def test_a_count_is_of_the_first_blocks_of_each_stage() -> None:
 def test_a_host_too_small_for_what_leaves_is_refused_with_its_numbers() -> None:
     spec = with_usable(cluster(), max(micro_batched().transfer_schedules[0].trace.needed_bytes))
     plan = micro_batched(spec)
-    more, data = saved_bytes(plan.transfer_schedules[0]), home_bytes(decided(plan), chunks_of(decided(plan)))
+    more, data = saved_bytes(plan.transfer_schedules[0]), home_bytes(plan.assignment, chunks_of(plan.assignment))
     assert more and spec.host is not None
     for missing in (0, 1000):
         host = spec.host.model_copy(update={"memory_bytes": data + more - missing})

@@ -19,7 +19,7 @@ from planner.formulation.certificate import Decided, certify
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.pipeline_pace import PipelinePace, pace_of, pack
-from planner.formulation.remat.levels import COMPUTED, LEVELS, NOTHING, Level, named, pareto_frontier
+from planner.formulation.remat.levels import COMPUTED, LEVELS, NOTHING, Level, pareto_frontier
 from planner.formulation.resharding import local_bytes
 from planner.formulation.resharding_tables import BUCKET_BYTES
 from planner.formulation.search_space import Space
@@ -34,7 +34,7 @@ from planner.search.parallel_config import pipelines_of
 from planner.search.remat_selection import with_levels_between
 from planner.solve.choices import lower_bounds
 from planner.solve.problem import evaluate
-from tests.planner.plans import cluster, residual_mlp
+from tests.planner.plans import cluster, named, residual_mlp
 from tests.planner.search.test_optimum import random_cluster
 from tests.planner.search.test_search import chain
 
@@ -188,7 +188,6 @@ def test_no_pipeline_beats_the_average_rank_or_equal_blocks(
             links, below = links_of(assignment, levels), evaluate(bound, choices)
             least_s = max(below.time_s, evaluate(packed, choices).time_s)
             free = stage(links, pipelines_of(stages, micro_batches, len(links), names), None)
-            assert free is not None
             for share in (1.0, 0.8, 0.6):
                 found = stage(
                     links, pipelines_of(stages, micro_batches, len(links), names), int(free.peak_bytes * share)
@@ -246,7 +245,6 @@ def test_a_step_micro_batched_holds_less_and_starts_more() -> None:
         space = space_of("residual", cluster(1), 1, micro_batches, all=1)
         links = links_of(assignments(space, random.Random(0), 1)[0][1], named(space.folded))
         found = stage(links, pipelines_of(1, micro_batches, len(links)), None)
-        assert found is not None
         peaks.append(found.memory_bytes["activations"])
         assert found.time_s["bubble"] == pytest.approx(0.0)
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > 4 * peaks[2]
@@ -260,7 +258,6 @@ def test_a_schedule_that_holds_less_is_tried_where_faster_ones_do_not_fit() -> N
     lean, fast = (pipelines_of(2, 4, len(links), (name,)) for name in ("1f1b", "interleaved_1f1b"))
     assert len(fast) > 1
     free = stage(links, lean, None)
-    assert free is not None
     for share in (1.0, 0.8, 0.78):
         limit_bytes = int(free.peak_bytes * share)
         fits = [stage(links, which, limit_bytes) is not None for which in (lean, fast, [*lean, *fast])]

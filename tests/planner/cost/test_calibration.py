@@ -171,7 +171,6 @@ def test_more_bytes_and_more_ranks_never_cost_less(table: Calibration, size: int
 def test_there_are_no_cliffs(table: Calibration, size: int) -> None:
     """Prices are continuous: a thousandth more bytes adds at most a thousandth of the steepest stretch."""
     curve = table.stream(Stream("add"))
-    assert curve is not None
     points = list(curve.bytes)
     prices = [curve.price(at) for at in points]
     slopes = [(b - a) / (y - x) for (x, a), (y, b) in zip(zip(points, prices), zip(points[1:], prices[1:]))]  # noqa: B905

@@ -55,7 +55,6 @@ def test_every_decision_and_every_edge_of_the_graph_is_priced():
 def test_a_fold_that_counts_wrongly_is_found():
     """An operator that the fold forgets is priced on the unfolded graph only."""
     plan = plan_of(MODELS["deep"])
-    assert plan.assignment is not None
     members = plan.assignment.space.decision_graph.variables.members
     variable = max(
         (variable for variable in members if variable[0] == "op"), key=lambda variable: len(members[variable])

@@ -61,11 +61,6 @@ def test_meshes_of_one_stage() -> None:
     assert candidate_meshes(cluster(8, 4), devices=16, crossing=True) == within
 
 
-def test_more_axes_than_there_are_names_for() -> None:
-    with pytest.raises(ValueError, match="max_axes is 4"):
-        candidate_meshes(cluster(8), max_axes=4)
-
-
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.integers(1, 3))
 def test_every_candidate_fills_the_cluster_along_its_boundaries(sizes: list[int], max_axes: int) -> None:
     spec = cluster(*sizes)

@@ -11,26 +11,22 @@ from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
-from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph, Ref
 from planner.ir.layout import I, Layout, Mesh, Shard
 from planner.plan.plan import Plan
 from planner.search.search import search
-from tests.planner.plans import cluster, plan_of, residual_mlp
+from tests.planner.plans import Build, cluster, plan_of, residual_mlp
 
 GRAPH = residual_mlp(layers=2, width=64, batch=48)
 
 
 def attention(length: int = 48) -> Graph:
     """Attention over three inputs, and a mean."""
-    shape = TensorType((2, 4, length, 8), "float32", True)
-    leaves = tuple(Node(name, "input", (), (shape,), target=name) for name in "qkv")
-    args = (
-        ("query", Ref("q")), ("key", Ref("k")), ("value", Ref("v")), ("attn_mask", None), ("dropout_p", 0.0),
-        ("is_causal", False), ("scale", None), ("enable_gqa", False),
-    )  # fmt: skip
-    op = Node("a", "aten.scaled_dot_product_attention.default", args, (shape,), path="attn")
-    mean = Node("m", "aten.mean.default", (("self", Ref("a")), ("dtype", None)), (TensorType((), "float32", True),))
-    return Graph((*leaves, op, mean), (Ref("m"),))
+    b, shape = Build(), (2, 4, length, 8)
+    q, k, v = (b.leaf(name, *shape) for name in "qkv")
+    args = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    op = "scaled_dot_product_attention.default"
+    return b.mean(b.call("a", op, *shape, path="attn", query=q, key=k, value=v, **args))
 
 
 @pytest.mark.parametrize(
@@ -208,29 +204,15 @@ def test_tensor_shards_weights() -> None:
 
 def normed(sequence: int, width: int, layers: int = 3) -> Graph:
     """``mean(x + down(relu(up(norm(x)))) ...)``; no attention."""
-    leaves: list[Node] = []
-    nodes: list[Node] = []
-
-    def leaf(name: str, op: str, *shape: int) -> Ref:
-        leaves.append(Node(name, op, (), (TensorType(shape, "float32", op == "param"),), target=name))
-        return Ref(name)
-
-    def call(name: str, op: str, last: int, **args: object) -> Ref:
-        result = TensorType((8, sequence, last), "float32", True)
-        nodes.append(Node(name, f"aten.{op}", tuple(args.items()), (result,), path=name))
-        return Ref(name)
-
-    def linear(name: str, value: Ref, columns: int, rows: int) -> Ref:
-        return call(name, "linear.default", rows, input=value, weight=leaf(f"{name}_w", "param", rows, columns))
-
-    value = linear("stem", leaf("x", "input", 8, sequence, width), width, width)
+    b = Build()
+    value = b.linear("stem", b.leaf("x", 8, sequence, width), width, "stem")
     for i in range(layers):
-        norm = {"normalized_shape": (width,), "weight": leaf(f"scale{i}", "param", width), "bias": None, "eps": 1e-5}
-        up = linear(f"up{i}", call(f"norm{i}", "layer_norm.default", width, input=value, **norm), width, 4 * width)
-        down = linear(f"down{i}", call(f"relu{i}", "relu.default", 4 * width, self=up), 4 * width, width)
-        value = call(f"add{i}", "add.Tensor", width, self=value, other=down, alpha=1)
-    loss = Node("loss", "aten.mean.default", (("self", value), ("dtype", None)), (TensorType((), "float32", True),))
-    return Graph((*leaves, *nodes, loss), (Ref("loss"),))
+        scale = {"weight": b.leaf(f"scale{i}", width, op="param"), "bias": None, "eps": 1e-5}
+        given = {"path": f"norm{i}", "input": value, "normalized_shape": (width,), **scale}
+        norm = b.call(f"norm{i}", "layer_norm.default", 8, sequence, width, **given)
+        hidden = b.relu(f"relu{i}", b.linear(f"up{i}", norm, 4 * width, f"up{i}"), f"relu{i}")
+        value = b.add(f"add{i}", value, b.linear(f"down{i}", hidden, width, f"down{i}"), f"add{i}")
+    return b.mean(value)
 
 
 def test_without_sequence_parallel_norms_and_residuals_are_whole() -> None:

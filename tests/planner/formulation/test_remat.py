@@ -16,7 +16,6 @@ from planner.formulation.remat.levels import (
     LEVELS,
     Amount,
     Recompute,
-    named,
     pareto_frontier,
     together,
     unfolded,
@@ -25,9 +24,9 @@ from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold
-from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph
 from planner.solve.choices import lower_bound_between, solve
-from tests.planner.plans import cluster, plan_of, residual_mlp
+from tests.planner.plans import Build, cluster, named, plan_of, residual_mlp
 
 GRAPH = residual_mlp(layers=4)
 FOLDED = fold(GRAPH)
@@ -61,27 +60,18 @@ def test_a_layer_keeps_its_contractions_or_nothing() -> None:
 
 def dropping(rate: float) -> Graph:
     """Layers of ``value + dropout(linear(attention(dropout(value))))``."""
-    shape = TensorType((2, 4, 16, 8), "float32", True)
-    nodes = [Node("x", "input", (), (shape,), target="x")]
-
-    def call(name: str, op: str, path: str, **args: object) -> Ref:
-        nodes.append(Node(name, f"aten.{op}", tuple(args.items()), (shape,), path=path))
-        return Ref(name)
-
-    value = Ref("x")
+    b, shape = Build(), (2, 4, 16, 8)
+    value = b.leaf("x", *shape)
+    options = {"attn_mask": None, "dropout_p": rate, "is_causal": False, "scale": None, "enable_gqa": False}
     for i in range(4):
         path = f"layers.{i}"
-        weight = TensorType((8, 8), "float32", True)
-        nodes.append(Node(f"w{i}", "param", (), (weight,), target=f"{path}.weight"))
-        noisy = call(f"before{i}", "dropout.default", path, input=value, p=rate, train=True)
-        options = {"attn_mask": None, "dropout_p": rate, "is_causal": False, "scale": None, "enable_gqa": False}
+        noisy = b.call(f"before{i}", "dropout.default", *shape, path=path, input=value, p=rate, train=True)
         attention = {"query": noisy, "key": noisy, "value": noisy, **options}
-        mixed = call(f"attention{i}", "scaled_dot_product_attention.default", path, **attention)
-        down = call(f"down{i}", "linear.default", path, input=mixed, weight=Ref(f"w{i}"))
-        dropped = call(f"after{i}", "dropout.default", path, input=down, p=rate, train=True)
-        value = call(f"add{i}", "add.Tensor", path, self=value, other=dropped, alpha=1)
-    loss = Node("loss", "aten.mean.default", (("self", value), ("dtype", None)), (TensorType((), "float32", True),))
-    return Graph((*nodes, loss), (Ref("loss"),))
+        mixed = b.call(f"attention{i}", "scaled_dot_product_attention.default", *shape, path=path, **attention)
+        down = b.linear(f"down{i}", mixed, 8, path)
+        dropped = b.call(f"after{i}", "dropout.default", *shape, path=path, input=down, p=rate, train=True)
+        value = b.add(f"add{i}", value, dropped, path)
+    return b.mean(value)
 
 
 def test_what_was_drawn_is_drawn_again() -> None:

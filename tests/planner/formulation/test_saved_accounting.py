@@ -10,12 +10,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.remat.levels import Amount, Recompute, named, pareto_frontier
+from planner.formulation.remat.levels import Amount, Recompute, pareto_frontier
 from planner.ir.folding import Folded, fold, relabel
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ops import saved_places
 from planner.ops.aliasing import shares
-from tests.planner.plans import residual_mlp
+from tests.planner.plans import named, residual_mlp
 
 WHOLE, PART = TensorType((4, 4), "float32", True), TensorType((2, 4), "float32", True)
 MASK = TensorType((4, 4), "float32")

@@ -3,11 +3,12 @@
 import pytest
 
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.strategies import leaf_layouts, op_choices, rule_of, rules_of
+from planner.formulation.strategies import axis_ways, choices_of, leaf_layouts, rule_of, rules_of
 from planner.ir.folding import fold_off
-from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import I, Mesh, P, R, Shard
 from planner.ops.sharding_rule import Rule, axis_strategies, shard_factor
+from tests.planner.plans import Build
 
 
 def linear_rule(m=8, k=4, n=6):
@@ -49,50 +50,36 @@ def test_whole_factors_are_never_sharded():
     assert [str(s) for s in axis_strategies(rule, 2)] == ["invariant", "replicate", "a"]
 
 
-def unary(name, op, source, shape, **args):
-    return Node(name, op, (("self", Ref(source)), *args.items()), (TensorType(shape, "float32", True),))
+def ways(graph, name, mesh, strips):
+    node = graph.by_name[name]
+    return choices_of(graph, node, mesh, axis_ways(graph, node, rule_of(graph, node), mesh, strips, None, {}))
 
 
 def test_a_sequence_survives_being_merged_behind_the_batch():
     """x[b, s, h] -> relu -> view[b*s, h] -> relu -> view[b, s, h]: the sequence is strip-wise in the middle."""
-    shape, flat = (2, 8, 4), (16, 4)
-    graph = Graph(
-        (
-            Node("w", "param", (), (TensorType(shape, "float32", True),), target="w"),
-            unary("relu", "aten.relu.default", "w", shape),
-            unary("merged", "aten.view.default", "relu", flat, size=flat),
-            unary("middle", "aten.relu.default", "merged", flat),
-            unary("parted", "aten.view.default", "middle", shape, size=shape),
-        ),
-        (Ref("parted"),),
-    )
-    rules = rules_of(graph)
-    cuts = DecisionGraph(fold_off(graph), rules).cuts((4,))
+    b, shape, flat = Build(), (2, 8, 4), (16, 4)
+    value = b.relu("relu", b.leaf("w", *shape, op="param"))
+    middle = b.relu("middle", b.call("merged", "view.default", *flat, self=value, size=flat))
+    graph = b.graph(b.call("parted", "view.default", *shape, self=middle, size=shape))
+    cuts = DecisionGraph(fold_off(graph), rules_of(graph)).cuts((4,))
     assert cuts[Ref("merged")] == {0: frozenset({2})}
     strips = cuts[Ref("merged")], cuts[Ref("middle")]
-    choices = op_choices(graph, graph.by_name["middle"], rules["middle"], Mesh.of(a=4), strips)
+    choices = ways(graph, "middle", Mesh.of(a=4), strips)
     assert (Shard(0, 2),) in [choice.results[0] for choice in choices]
 
 
 def test_a_cut_that_no_one_can_use_is_dropped():
     """Softmax over the merged dim keeps it whole, so nothing asks for strips."""
-    shape, flat = (2, 8), (16,)
-    graph = Graph(
-        (
-            Node("w", "param", (), (TensorType(shape, "float32", True),), target="w"),
-            unary("merged", "aten.view.default", "w", flat, size=flat),
-            unary("soft", "aten.softmax.int", "merged", flat, dim=0, dtype=None),
-        ),
-        (Ref("soft"),),
-    )
+    b = Build()
+    merged = b.call("merged", "view.default", 16, self=b.leaf("w", 2, 8, op="param"), size=(16,))
+    graph = b.graph(b.call("soft", "softmax.int", 16, self=merged, dim=0, dtype=None))
     assert not DecisionGraph(fold_off(graph), rules_of(graph)).cuts((2, 4))
 
 
 def test_an_unknown_operator_is_replicated():
-    node = Node("odd", "mylib.odd.default", (("x", Ref("x")),), (TensorType((4, 4), "float32", True),))
-    leaf = Node("x", "param", (), (TensorType((4, 4), "float32", True),), target="x")
-    graph = Graph((leaf, node), (Ref("odd"),))
-    choices = op_choices(graph, node, rule_of(graph, node), Mesh.of(a=2, b=2), ({}, {}))
+    b = Build()
+    graph = b.graph(b.call("odd", "house.odd.default", 4, 4, x=b.leaf("x", 4, 4, op="param")))
+    choices = ways(graph, "odd", Mesh.of(a=2, b=2), ({}, {}))
     assert {t for choice in choices for layout in (*choice.operands, *choice.results) for t in layout} == {I, R}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import networkx as nx
 import pytest
 
 from planner.formulation.decisions import DecisionGraph
@@ -196,3 +197,11 @@ def test_a_copy_has_the_arguments_of_its_first_on_its_own_inputs() -> None:
     assert copy.first is again.first is first.first is first
     with pytest.raises(AttributeError, match="'Node' object has no attribute 'argument'"):
         _ = copy.argument  # type: ignore[attr-defined]
+
+
+def test_networkx_sees_what_reads_what() -> None:
+    graph = residual_mlp(layers=2)
+    seen = graph.digraph()
+    assert nx.is_directed_acyclic_graph(seen)
+    assert {(a, b) for a, b in seen.edges} == {(ref.node, node.name) for node in graph.nodes for ref in node.inputs}
+    assert [seen.nodes[node.name]["op"] for node in graph.nodes] == [node.op for node in graph.nodes]

@@ -5,28 +5,22 @@ from __future__ import annotations
 import pytest
 
 from planner.analysis.memory import usage
-from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph
 from planner.ir.layout import I, Layout, P, R, Shard
 from planner.ops.workspace import Working, working
-from tests.planner.plans import cluster, plan_of, residual_mlp
+from tests.planner.plans import Build, cluster, plan_of, residual_mlp
 
-HIDDEN, FLAT = TensorType((8, 4), "float32", True), TensorType((32,), "float32", True)
-SCALAR = TensorType((), "float32", True)
-GRAPH = Graph(
-    (
-        Node("x", "input", (), (TensorType((8, 4), "float32"),), target="x"),
-        Node("w", "param", (), (TensorType((4, 4), "float32", True),), target="w"),
-        Node("first", "aten.mm.default", (("self", Ref("x")), ("mat2", Ref("w"))), (HIDDEN,)),
-        Node("mm", "aten.mm.default", (("self", Ref("first")), ("mat2", Ref("w"))), (HIDDEN,)),
-        Node("relu", "aten.relu.default", (("self", Ref("mm")),), (HIDDEN,)),
-        Node("add", "aten.add.Tensor", (("self", Ref("relu")), ("other", Ref("mm")), ("alpha", 1)), (HIDDEN,)),
-        Node("twice", "aten.add.Tensor", (("self", Ref("add")), ("other", Ref("add")), ("alpha", 1)), (HIDDEN,)),
-        Node("view", "aten.view.default", (("self", Ref("twice")), ("size", (32,))), (FLAT,)),
-        Node("strange", "house.strange.default", (("value", Ref("view")),), (FLAT,)),
-        Node("loss", "aten.mean.default", (("self", Ref("strange")), ("dtype", None)), (SCALAR,)),
-    ),
-    (Ref("loss"),),
-)  # fmt: skip
+
+def made() -> Graph:
+    b = Build()
+    x, w = b.leaf("x", 8, 4), b.leaf("w", 4, 4, op="param")
+    mm = b.call("mm", "mm.default", 8, 4, self=b.call("first", "mm.default", 8, 4, self=x, mat2=w), mat2=w)
+    added = b.add("add", b.relu("relu", mm), mm)
+    view = b.call("view", "view.default", 32, self=b.add("twice", added, added), size=(32,))
+    return b.mean(b.call("strange", "house.strange.default", 32, value=view))
+
+
+GRAPH = made()
 
 
 def of(name: str) -> Working:
@@ -76,7 +70,6 @@ def test_the_sum_is_the_timeline_or_more(pin: dict[str, object], recompute: str)
     the next layer, which are gathered ahead.
     """
     plan = plan_of(residual_mlp(layers=6, batch=4096), cluster(4), {**pin, "recompute": recompute})
-    assert plan.assignment is not None
     found = usage(plan.assignment)
     gradients = sum(held.bytes for held in found.left if held.use == "gradients")
     hidden = 4096 // 4 * 1024 * 4  # the widest tensor of a layer, its samples on as many ranks as there are

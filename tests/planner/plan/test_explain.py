@@ -128,7 +128,6 @@ def small(memory: int | str = "1 GiB") -> tuple[Graph, Plan]:
 
 def cheapest_otherwise(plan: Document, path: str) -> float:
     """By enumeration: the least step time in which the operators of a module shard something else."""
-    assert plan.assignment is not None
     space = plan.assignment.space
     variable = next(r for r, names in space.members.items() if space.graph.by_name[names[0]].path == path)
     problem, number = space.problem(plan.cluster.device.usable_bytes), space.variables.order.index(variable)

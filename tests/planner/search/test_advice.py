@@ -51,7 +51,6 @@ def test_what_one_device_is_advised_fits_when_it_is_planned() -> None:
         r"cutting the batch into micro-batches \(.*: pin (\{.*?\}) too, or pipelines=True\)", text
     )
     batch, devices = re.search(r"a global batch of (\d+);", text), re.search(r"(\d+) devices like these\.$", text)
-    assert micro_batches is not None and batch is not None and devices is not None
     assert planned(on(1, memory), json.loads(micro_batches[1])).staged is not None
     assert 'pin {"offload": "host"}' in text and planned(on(1, memory, host), {"offload": "host"})
     assert 0 < int(batch[1]) < BATCH and planned(on(1, memory), {}, int(batch[1]))
@@ -87,7 +86,6 @@ def test_more_micro_batches_than_are_pinned_are_advised() -> None:
     pin = {"data": 2, "micro_batches": 2}
     memory = least(2, pin) * 19 // 20
     found = re.search(r"; (\d+) micro-batches|and fits, too: (\d+) micro-batches", refusal(on(2, memory), pin))
-    assert found is not None
     count = int(found[1] or found[2])
     assert count in (4, 8, 16) and planned(on(2, memory), {**pin, "micro_batches": count})
     with pytest.raises(InfeasibleError):

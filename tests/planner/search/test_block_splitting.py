@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import Folded, fold, fold_off
-from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph, Ref
 from planner.ir.layout import Mesh
 from planner.search.block_splitting import finer
 from planner.solve.choices import solve
@@ -22,25 +22,17 @@ from planner.solve.problem import evaluate
 from tests.planner.ir.test_folding import WIDTH, stack
 from tests.planner.ir.test_folding import Program as Written
 from tests.planner.ir.test_folding_random import Program, anything, programs
-from tests.planner.plans import cluster, residual_mlp
+from tests.planner.plans import Build, cluster, residual_mlp
 
 
 def rows(widths: list[int], batch: int = 8, names: bool = True) -> Graph:
     """``mean(relu(... linear(x)))``: a linear layer and a relu between each two widths."""
-    nodes = [Node("x", "input", (), (TensorType((batch, widths[0]), "float32"),), target="x")]
-    value = Ref("x")
-    for i, (width, out) in enumerate(pairwise(widths)):
-        weight = f"w{i}"
-        nodes.append(Node(weight, "param", (), (TensorType((out, width), "float32", True),), target=f"{i}.weight"))
-        made = (TensorType((batch, out), "float32", True),)
-        args = (("input", value), ("weight", Ref(weight)), ("bias", None))
-        nodes.append(Node(f"linear{i}", "aten.linear.default", args, made, path=f"layers.{i}.up" if names else ""))
-        relu = (("self", Ref(f"linear{i}")),)
-        nodes.append(Node(f"relu{i}", "aten.relu.default", relu, made, path=f"layers.{i}" if names else ""))
-        value = Ref(f"relu{i}")
-    loss = TensorType((), "float32", True)
-    nodes.append(Node("loss", "aten.mean.default", (("self", value), ("dtype", None)), (loss,)))
-    graph = Graph(tuple(nodes), (Ref("loss"),))
+    b = Build()
+    value = b.leaf("x", batch, widths[0])
+    for i, out in enumerate(widths[1:]):
+        value = b.linear(f"linear{i}", value, out, f"layers.{i}.up" if names else "")
+        value = b.relu(f"relu{i}", value, f"layers.{i}" if names else "")
+    graph = b.mean(value)
     graph.check()
     return graph
 

@@ -6,37 +6,19 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from planner.analysis.memory import usage
 from planner.analysis.offload.chunks import chunks_of, gradients, of_micro_batch, parameters
 from planner.base.errors import InfeasibleError, PinError, PlanError
-from planner.cost.cluster import ClusterSpec
-from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
-from planner.ir.graph import Graph
-from planner.plan.document.fingerprint import model_facts
-from planner.plan.plan import Plan, Search, describe, reprice
+from planner.plan.plan import Plan, reprice
 from planner.search.search import search
 from planner.solve.transfers import ItemUse, fewest_bytes, simulate
 from tests.planner.plans import residual_mlp, unwrapped
-from tests.planner.search.test_offload import cluster, gpu, tied
-
-GRAPH = residual_mlp(layers=4, width=128, batch=64)
-
-
-def offload(graph: Graph = GRAPH, spec: ClusterSpec | None = None, **pin: Any) -> Plan:
-    """A micro-batched plan with model data on the host, as :func:`autopar.plan` makes it."""
-    pins = Pins.parse({"offload": "host", **pin})
-    found = search(graph, spec or cluster("2 MiB"), pins, Training())
-    assert found.staged is not None
-    tables, predicted = found.planned_step
-    facts, result = model_facts(graph, "ResidualMLP"), Search(found.status, found.gap, {"solve": 0.5})
-    return describe(found.assignment, facts, pins.to_dict(), predicted, result, found.staged, tables)
-
+from tests.planner.search.test_offload import GRAPH, cluster, gpu, offload, tied
 
 PLANS: dict[str, Callable[[], Plan]] = {
     "tight": lambda: offload(spec=cluster("1.8 MiB"), micro_batches=4),
@@ -61,14 +43,8 @@ def plans() -> Callable[[str], Plan]:
     return functools.cache(lambda name: PLANS[name]())
 
 
-def decided(plan: Plan) -> Assignment:
-    assert plan.assignment is not None
-    return plan.assignment
-
-
 def test_each_micro_batch_goes_there_and_back(plans: Callable[[str], Plan]) -> None:
     plan = plans("tight")
-    assert plan.transfer_schedule is not None
     names = [moment.name for moment in plan.transfer_schedule.trace.moments]
     micro_batches = [
         [name for name in names if name.endswith(f"micro-batch {micro_batch}")] for micro_batch in range(4)
@@ -91,9 +67,8 @@ def test_candidates_say_as_the_plan_does_that_parameters_come_for_each_micro_bat
 @pytest.mark.parametrize("name", ["tight", "tied"])
 def test_the_first_backward_makes_gradients_and_others_add_to_them(plans: Callable[[str], Plan], name: str) -> None:
     plan = plans(name)
-    assert plan.transfer_schedule is not None
     trace, micro_batches = plan.transfer_schedule.trace, plan.mesh.micro_batches
-    for chunk in chunks_of(decided(plan)):
+    for chunk in chunks_of(plan.assignment):
         *made, last = trace.item[gradients(chunk)].uses
         assert [use.access for use in made] == ["w", *["rw"] * (micro_batches - 1)]
         assert last == ItemUse("update")
@@ -101,17 +76,16 @@ def test_the_first_backward_makes_gradients_and_others_add_to_them(plans: Callab
         if chunk.is_before:
             assert {use.moment for use in made} == wanted
         assert trace.item[parameters(chunk)].uses[-1] == ItemUse("update", "rw")
-    assert ("tied" in name) == any(chunk.is_before for chunk in chunks_of(decided(plan)))
+    assert ("tied" in name) == any(chunk.is_before for chunk in chunks_of(plan.assignment))
 
 
 def test_a_later_backward_holds_what_it_adds(plans: Callable[[str], Plan]) -> None:
     """Beside the sums: of each block one gradient at a time, the largest; and the loss of every micro-batch so far."""
     plan = plans("tight")
-    assert plan.transfer_schedule is not None and plan.assignment is not None
     beside = {moment.name: moment.other_bytes for moment in plan.transfer_schedule.trace.moments}
     largest = {
-        chunk.name: max(decided(plan).space.graph.by_name[name].results[0].size_bytes for name in chunk.leaves)
-        for chunk in chunks_of(decided(plan))
+        chunk.name: max(plan.assignment.space.graph.by_name[name].results[0].size_bytes for name in chunk.leaves)
+        for chunk in chunks_of(plan.assignment)
     }
     loss = 4
     for name, size in largest.items():
@@ -152,8 +126,7 @@ def test_each_rank_has_the_moments_of_its_stages(plans: Callable[[str], Plan]) -
 
 def test_a_rank_holds_what_micro_batches_in_flight_saved(plans: Callable[[str], Plan]) -> None:
     plan = plans("two stages")
-    assert plan.pipeline is not None
-    table, own = plan.transfer_schedules[0], usage(decided(plan), range(*plan.pipeline.bounds[:2]))
+    table, own = plan.transfer_schedules[0], usage(plan.assignment, range(*plan.pipeline.bounds[:2]))
     beside = {moment.name: moment.other_bytes for moment in table.trace.moments}
     assert own.saved_bytes > 0
     assert beside["forward 0 stem, micro-batch 1"] - beside["forward 0 stem, micro-batch 0"] == own.saved_bytes
@@ -190,17 +163,16 @@ def test_a_plan_comes_back_from_its_file_and_keeps_its_price(plans: Callable[[st
     again = Plan.from_dict(plan.to_dict())
     assert again.to_dict() == plan.to_dict() and again.digest() == plan.digest()
     assert again.pipeline is not None and not again.pipeline.unsharding.once_per_step
-    priced = reprice(again, decided(plan))
+    priced = reprice(again, plan.assignment)
     assert priced.transfer_schedules == plan.transfer_schedules and priced.search == plan.search
     assert priced.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s)
     assert plan.certificate.holds
 
 
 def test_with_room_for_all_each_moves_once_a_step_and_else_more_often(plans: Callable[[str], Plan]) -> None:
-    chunks = chunks_of(decided(plans("roomy")))
+    chunks = chunks_of(plans("roomy").assignment)
     ways = {("host", "fetch"): sum(c.bytes for c in chunks), ("host", "evict"): sum(c.gradient_bytes for c in chunks)}
     roomy, tight = plans("roomy").transfer_schedule, plans("tight").transfer_schedule
-    assert roomy is not None and tight is not None
     assert dict(roomy.bytes_moved) == ways
     least = fewest_bytes(tight.trace, max(tight.trace.needed_bytes)).bytes_moved
     for way, size in ways.items():
@@ -240,7 +212,6 @@ def test_what_is_followed_is_one_micro_batch() -> None:
     pin = {"offload": "host", "recompute": "none"}
     whole = search(GRAPH, cluster(), Pins.parse(pin), Training())
     parts = search(GRAPH, cluster(), Pins.parse({**pin, "micro_batches": 4}), Training())
-    assert whole.memory is not None
     assert usage(parts.recomputing).saved_bytes * 4 == pytest.approx(whole.memory.saved_bytes, rel=0.05)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from types import SimpleNamespace
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -24,17 +24,18 @@ from planner.formulation.certificate import certify
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.remat.levels import Level, named, pareto_frontier
+from planner.formulation.remat.levels import Level, pareto_frontier
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off, relabel
-from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
 from planner.search.remat_selection import with_levels_between
 from planner.search.search import search
 from planner.solve.problem import Problem, evaluate, most_bytes
-from tests.planner.search.test_search import chain
+from tests.planner.plans import Build, named
+from tests.planner.search.test_search import by_the_sum_alone, chain
 
 CASES = 200
 RECOMPUTING = 60
@@ -42,12 +43,9 @@ CHUNK = 20
 
 
 @pytest.fixture
-def only_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plan is found to need more memory than the sum says, nor less."""
-    nothing = SimpleNamespace(peak_at="", peak_bytes=0)
-    monkeypatch.setattr("planner.search.branch_and_bound.usage", lambda assignment: nothing)
-    monkeypatch.setattr("planner.search.memory_fitting.fastest_that_fits", lambda minimal, usable_bytes: None)
-    monkeypatch.setattr("planner.search.memory_fitting.LEAST_HEADROOM", math.inf)
+def only_the_sum() -> Iterator[None]:
+    with by_the_sum_alone():
+        yield
 
 
 def random_cluster(rng: random.Random, levels: tuple[int, ...]) -> ClusterSpec:
@@ -83,20 +81,15 @@ def gated(width: int, batch: int) -> Graph:
     """Three layers of ``silu(linear(x)) ** 2``: besides their input they keep two values, or the expensive one, or
     none.
     """
-    nodes = [Node("x", "input", (), (TensorType((batch, width), "float32", True),), target="x")]
-    value, result = Ref("x"), (TensorType((batch, width), "float32", True),)
+    b = Build()
+    value = b.leaf("x", batch, width)
     for i in range(3):
-        weight = (TensorType((width, width), "float32", True),)
-        nodes.append(Node(f"w{i}", "param", (), weight, target=f"layers.{i}.weight"))
-        args = (("input", value), ("weight", Ref(f"w{i}")), ("bias", None))
-        nodes.append(Node(f"linear{i}", "aten.linear.default", args, result, path=f"layers.{i}"))
-        nodes.append(Node(f"silu{i}", "aten.silu.default", (("self", Ref(f"linear{i}")),), result, path=f"layers.{i}"))
-        squared = (("self", Ref(f"silu{i}")), ("exponent", 2))
-        nodes.append(Node(f"square{i}", "aten.pow.Tensor_Scalar", squared, result, path=f"layers.{i}"))
-        value = Ref(f"square{i}")
-    loss = TensorType((), "float32", True)
-    nodes.append(Node("loss", "aten.mean.default", (("self", value), ("dtype", None)), (loss,)))
-    return Graph(tuple(nodes), (Ref("loss"),))
+        path = f"layers.{i}"
+        silu = b.call(
+            f"silu{i}", "silu.default", batch, width, path=path, self=b.linear(f"linear{i}", value, width, path)
+        )
+        value = b.call(f"square{i}", "pow.Tensor_Scalar", batch, width, path=path, self=silu, exponent=2)
+    return b.mean(value)
 
 
 def problems(graph: Graph, spec: ClusterSpec, limit_bytes: int | None) -> list[Problem]:

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import Attention, Kernel, Product
 from planner.cost.model import CostModel
-from planner.formulation.remat.levels import named, pareto_frontier
+from planner.formulation.remat.levels import pareto_frontier
 from planner.ir.layout import Mesh
 from planner.search.parallel_config import Arithmetic, ParallelConfig
 from planner.solve.problem import evaluate
 from tests.planner.analysis.test_staged import assignments, space_of
+from tests.planner.plans import named
 from tests.planner.search.test_optimum import random_cluster
 
 COSTS = [CostModel(ClusterSpec.preset(name)) for name in ("dgx-h100", "dgx-v100", "cpu")]

@@ -11,15 +11,14 @@ from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.remat.levels import named
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold
-from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
 from planner.search.remat_selection import MOST, WORTH, corners, with_levels_between
 from planner.search.search import search
-from tests.planner.plans import cluster
+from tests.planner.plans import Build, cluster, named
 
 BATCH, WIDTH, WIDE = 512, 64, 256
 
@@ -27,30 +26,16 @@ BATCH, WIDTH, WIDE = 512, 64, 256
 @functools.cache
 def bottlenecks(layers: int = 6) -> Graph:
     """Layers of ``x + silu(down(silu(up(x))))``: a byte of ``down``'s result takes four times as long."""
-    nodes = [Node("x", "input", (), (TensorType((BATCH, WIDTH), "float32"),), target="x")]
-
-    def call(name: str, op: str, width: int, path: str, **args: object) -> Ref:
-        nodes.append(Node(name, f"aten.{op}", tuple(args.items()), (result(width),), path=path))
-        return Ref(name)
-
-    def result(width: int) -> TensorType:
-        return TensorType((BATCH, width) if width else (), "float32", True)
-
-    def linear(name: str, value: Ref, rows: int, columns: int, path: str) -> Ref:
-        weight = TensorType((columns, rows), "float32", True)
-        nodes.append(Node(f"{name}_w", "param", (), (weight,), target=f"{path}.weight"))
-        return call(name, "linear.default", columns, path, input=value, weight=Ref(f"{name}_w"), bias=None)
-
-    value = linear("stem", Ref("x"), WIDTH, WIDTH, "stem")
+    b, row = Build(), (BATCH, WIDTH)
+    value = b.linear("stem", b.leaf("x", *row), WIDTH, "stem")
     for i in range(layers):
         path = f"layers.{i}"
-        wide = call(f"wide{i}", "silu.default", WIDE, path, self=linear(f"up{i}", value, WIDTH, WIDE, f"{path}.up"))
-        down = linear(f"down{i}", wide, WIDE, WIDTH, f"{path}.down")
-        value = call(f"sum{i}", "add.Tensor", WIDTH, path, self=value,
-                     other=call(f"narrow{i}", "silu.default", WIDTH, path, self=down), alpha=1)  # fmt: skip
-        value = call(f"square{i}", "pow.Tensor_Scalar", WIDTH, path, self=value, exponent=2)
-    call("loss", "mean.default", 0, "", self=value, dtype=None)
-    return Graph(tuple(nodes), (Ref("loss"),))
+        up = b.linear(f"up{i}", value, WIDE, f"{path}.up")
+        wide = b.call(f"wide{i}", "silu.default", BATCH, WIDE, path=path, self=up)
+        narrow = b.linear(f"down{i}", wide, WIDTH, f"{path}.down")
+        value = b.add(f"sum{i}", value, b.call(f"narrow{i}", "silu.default", *row, path=path, self=narrow), path)
+        value = b.call(f"square{i}", "pow.Tensor_Scalar", *row, path=path, self=value, exponent=2)
+    return b.mean(value)
 
 
 def decision_graph_of(graph: Graph) -> tuple[DecisionGraph, int]:
@@ -135,7 +120,6 @@ def test_keeping_some_results_is_faster_than_keeping_all_dear_ones_or_none(monke
     roomy = searched(spec)
     assert not roomy.assignment.recompute
     leanest = search(bottlenecks(), spec, Pins.parse({"data": 2, "zero": 0, "recompute": "full"}), Training())
-    assert roomy.memory is not None and leanest.memory is not None
     least, most = leanest.memory.peak_bytes, roomy.memory.peak_bytes
     faster = []
     for share in (0.2, 0.4):

@@ -23,6 +23,7 @@ from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, restage, restore
 from planner.sizes.closed_form import Formulas
 from planner.sizes.size_propagation import NotFollowed, follow
+from tests.planner.plans import Build as Written
 from tests.planner.plans import cluster, plan_of, residual_mlp
 
 BATCH, LENGTH = batch_of(6), sequence_of(10)
@@ -85,23 +86,15 @@ def test_what_is_not_always_a_multiple_is_not_divided():
 # ---- following -------------------------------------------------------------------------------------------------------
 
 
-class Build:
-    """A graph, node by node; all in float32 and without gradients."""
-
-    def __init__(self) -> None:
-        self.nodes: list[Node] = []
-
-    def leaf(self, name: str, *shape: int, op: str = "input") -> Ref:
-        self.nodes.append(Node(name, op, (), (TensorType(shape, "float32"),), target=name))
-        return Ref(name)
+class Build(Written):
+    """A graph whose sizes are followed; a module's path is its operator's name."""
 
     def call(self, name: str, op: str, /, *shape: int, **args: object) -> Ref:
-        self.nodes.append(Node(name, f"aten.{op}", tuple(args.items()), (TensorType(shape, "float32"),), path=name))
-        return Ref(name)
+        return super().call(name, op, *shape, path=name, **args)
 
     def follow(self, batch: bool = True, sequence: bool = True) -> dict[str, Any]:
         """Name -> shape, as sizes."""
-        graph = Graph(tuple(self.nodes), (Ref(self.nodes[-1].name),))
+        graph = self.graph(Ref(self.nodes[-1].name))
         found = follow(graph, rules_of(graph), batch, sequence)
         return {ref.node: [math.prod(parts) for parts in dims] for ref, dims in found.dims.items()}
 
@@ -384,7 +377,6 @@ IN_EACH: list[dict[str, Any]] = [
 def there_planned(plan: Plan, pin: dict[str, Any], count: int, batch: int = 512) -> Prediction:
     """The decisions of a plan, in the space that planning with so many micro-batches looks at."""
     other = mlp_plan(batch, {**pin, "micro_batches": count})
-    assert plan.assignment is not None and other.assignment is not None
     space, graph = other.assignment.space, other.assignment.space.graph
     assert space.mesh.micro_batches == count
     renamed = replace(plan, model=model_facts(graph, "ResidualMLP"), decided=None)

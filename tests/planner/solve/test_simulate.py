@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.base.errors import ScheduleError
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
 from planner.solve.pipeline.simulate import Times, critical, longest, simulate, step_s
+from tests.planner.solve.test_schedule import stream
 
 Size = tuple[str, int, int, int]
 SIZES = [(2, 2), (2, 7), (4, 4), (4, 12), (8, 32), (16, 64)]
@@ -68,7 +68,7 @@ def test_2bw_only_waits_for_the_pipeline_to_fill(ranks: int, count: int) -> None
     """The last rank has a backward to do until the first forward comes, ``ranks - 1`` forwards late."""
     times = equal(ranks, 1, 1, 1)
     assert simulate(schedule("2bw", ranks, count), times).step_s == pytest.approx(3 * count + (ranks - 1) - 2)
-    idle = longest(schedule("2bw", ranks, count).stream(60), times)[0] - 3 * count * 60
+    idle = longest(stream(schedule("2bw", ranks, count), 60), times)[0] - 3 * count * 60
     assert idle == pytest.approx(3 * (ranks - 1))  # without the waiting between steps: only once
 
 
@@ -78,7 +78,7 @@ def test_2bw_takes_at_least_its_part_of_a_long_run(case: tuple[Size, Times]) -> 
     (_, ranks, count, _), times = case
     parts = (each[:ranks] for each in (times.forward_s, times.input_s, times.weight_s))
     times, found = Times(*parts, times.send_s[: ranks - 1]), schedule("2bw", ranks, count)
-    assert longest(found.stream(5), times)[0] <= 6 * simulate(found, times).step_s * (1 + 1e-9)
+    assert longest(stream(found, 5), times)[0] <= 6 * simulate(found, times).step_s * (1 + 1e-9)
 
 
 def test_by_hand() -> None:
@@ -157,19 +157,3 @@ def test_a_short_step_says_how_long_a_long_one_takes(case: tuple[Size, Times]) -
     assert path.seconds(times) == pytest.approx(wanted, rel=1e-8, abs=1e-12)
     reverse = Times(*(each[::-1] for each in (times.forward_s, times.input_s, times.weight_s, times.send_s)))
     assert path.seconds(reverse) <= step_s(name, ranks, count, virtual, reverse) * (1 + 1e-8) + 1e-12
-
-
-@pytest.mark.parametrize(
-    "times, words",
-    [
-        (equal(3, 1, 1, 1), r"forward_s has shape \(3,\); 2 stages need 2 entries"),
-        (Times(np.ones(2), np.ones(2), np.ones(2), np.ones(2)), r"send_s has shape \(2,\); 2 stages need 1"),
-        (equal(2, 1, -1, 1), "input_s is .* not below zero"),
-        (equal(2, 1, 1, np.nan), "weight_s is .* finite"),
-    ],
-)
-def test_wrong_times_are_refused(times: Times, words: str) -> None:
-    with pytest.raises(ScheduleError, match=words):
-        simulate(schedule("1f1b", 2, 4), times)
-    with pytest.raises(ScheduleError, match=words):
-        step_s("1f1b", 2, 4, 1, times)
