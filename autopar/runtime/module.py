@@ -335,10 +335,11 @@ class ParallelModule(Fronts):
 
         Args:
             dataset: map-style; or a ``torch.utils.data.IterableDataset``, which every rank reads whole.
-            batch_size: samples of the global batch, over all ranks; left out: the planned one.
+            batch_size: samples of the global batch, over all ranks; left out: the planned one. Another one runs in a
+                further program, see :meth:`forward`.
             shuffle: draw the order, from ``seed`` and the epoch (``set_epoch``, else passes are counted).
             seed: of the order, which depends neither on the plan nor on the number of ranks.
-            drop_last: leave out a last batch that is smaller than the others. If not, it is given to :meth:`shard`.
+            drop_last: leave out a last batch that is smaller than the others. If not, it runs in a further program.
             collate_fn: makes a batch of a list of samples, as of a DataLoader. It is given this rank's samples alone,
                 so what it makes of a sample must not depend on the others: pad to the planned length, not the longest.
             options: of the DataLoader, e.g. ``num_workers=4``, ``pin_memory=True``.
@@ -375,7 +376,7 @@ class ParallelModule(Fronts):
         return DistributedBatchSampler(dataset, share, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def _share(self, batch_size: int | None) -> BatchShare:
-        return BatchShare.of(self.interface.input_leaves, self.mesh, self.rank, batch_size)
+        return BatchShare.of(self._programs.inputs_of(batch_size), self.mesh, self.rank, batch_size)
 
     @property
     def _device(self) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -61,8 +61,8 @@ def plan_of(pin: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trains_on_what_it_loads(document: Mapping[str, Any], message: str) -> tuple[list[float], list[int]]:
-    """As one process on the batches that torch's loader makes of the same seed; each part as ``shard`` would cut it.
-    Then each rank draws labels of its own.
+    """As one process on the batches that torch's loader makes of the same seed, the smaller last one too; each part as
+    ``shard`` would cut it. Then of batches of another size, and then each rank draws labels of its own.
 
     Args:
         message: what every rank is told of that; empty: no two ranks must hold the same.
@@ -73,8 +73,8 @@ def trains_on_what_it_loads(document: Mapping[str, Any], message: str) -> tuple[
     plan, original, dataset = Plan.from_dict(document), model(), samples()
     pmodel = autopar.parallelize(original, plan.cluster, plan=plan, example_kwargs=batch_of(0))
     order = DistributedSampler(dataset, 1, 0, shuffle=True, seed=5)
-    whole = DataLoader(samples(), BATCH, sampler=order, drop_last=True)
-    loader = pmodel.dataloader(dataset, shuffle=True, seed=5)
+    whole = DataLoader(samples(), BATCH, sampler=order, drop_last=False)
+    loader = pmodel.dataloader(dataset, shuffle=True, seed=5, drop_last=False)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (original, pmodel)]
     found, first = [], list[int]()
     for part, batch in zip(loader, whole, strict=True):
@@ -91,6 +91,10 @@ def trains_on_what_it_loads(document: Mapping[str, Any], message: str) -> tuple[
             optimizer.step()
         found.append(losses[1].item())
     same_state(pmodel, original)
+    whole = DataLoader(dataset, BATCH + BATCH // 4, drop_last=True)
+    with torch.no_grad():
+        for part, batch in zip(pmodel.dataloader(dataset, BATCH + BATCH // 4), whole, strict=True):
+            same("loss of another size", pmodel(**part)[0], original(**batch)[0])
     assert next(iter(pmodel.sampler(dataset, shuffle=True, seed=5))) == first
     _notices_other_data(pmodel, message)
     _needs_a_loader_where_inputs_differ(pmodel, dataset)
@@ -101,12 +105,12 @@ def _notices_other_data(pmodel: ParallelModule, message: str) -> None:
     """In the calls that are checked, which were the three of training."""
     drawn = {**batch_of(0), "labels": batch_of(dist.get_rank())["labels"]}
     assert pmodel.data_agreement is not None and pmodel.data_agreement.calls == 0
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(dist, "all_gather", None)
+    with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+        patched.setattr(dist, "all_gather", None)
         pmodel(**pmodel.shard(batch_of(0)))
         pmodel.data_agreement.calls = 1
         if message:  # a rank is lost
-            patch.setattr(dist, "all_gather", Mock(side_effect=RuntimeError("connection reset")))
+            patched.setattr(dist, "all_gather", Mock(side_effect=RuntimeError("connection reset")))
             with pytest.raises(RuntimeError) as caught:
                 pmodel(**pmodel.shard(batch_of(0)))
             assert "another rank has ended, or does not call it" in caught.value.__notes__[0]
@@ -120,8 +124,10 @@ def _notices_other_data(pmodel: ParallelModule, message: str) -> None:
 
 def _needs_a_loader_where_inputs_differ(pmodel: ParallelModule, dataset: Rows) -> None:
     """One input is cut along the batch, another is not: the samples alone do not make a rank's part."""
-    leaves = pmodel.interface.leaves
+    leaves = pmodel.interface.input_leaves
     uncut = [replace(leaf, layout=(R,) * len(leaf.layout)) if leaf.name == "labels" else leaf for leaf in leaves]
-    pmodel.interface = replace(pmodel.interface, leaves=tuple(uncut))
-    with pytest.raises(InputError, match=r"all samples that it loads of 'ids', .* use pmodel\.dataloader"):
+    with (
+        patch.object(pmodel._programs, "inputs_of", return_value=uncut),
+        pytest.raises(InputError, match=r"all samples that it loads of 'ids', .* use pmodel\.dataloader"),
+    ):
         pmodel.sampler(dataset)

@@ -24,10 +24,12 @@ class InputCut:
     """What a rank takes of an input.
 
     Attributes:
+        whole: its shape in the global batch.
         loaded: its shape as it is collated of the samples that the rank loads.
         rows: of each dim of that.
     """
 
+    whole: tuple[int, ...]
     loaded: tuple[int, ...]
     rows: Rows
 
@@ -74,7 +76,7 @@ class BatchShare:
             if leaf.name in along:
                 own = torch.tensor([place[number] for number in _numbers(rows[0], size)])
                 loaded, rows = (len(samples), *loaded[1:]), (as_slice(own), *rows[1:])
-            cuts[leaf.name] = InputCut(loaded, rows)
+            cuts[leaf.name] = InputCut(leaf.shape, loaded, rows)
         return cls(size, tuple(samples), cuts)
 
     @property

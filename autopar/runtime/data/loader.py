@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autopar.runtime.data.batch_share import BatchShare
 from autopar.runtime.data.sampler import DistributedBatchSampler, Progress
-from autopar.runtime.spmd.interface import Interface
+from autopar.runtime.spmd.interface import Interface, LeafSpec
+from autopar.runtime.spmd.signature import mark
 from planner.base.errors import InputError
 
 OURS = ("batch_sampler", "sampler", "generator")
@@ -99,11 +100,13 @@ class DistributedDataLoader(DataLoader[Any]):
         if size != self._share.size:
             return self._shard(batch)
         try:
-            return self._interface.each_input(
-                batch, lambda leaf, value: self._share.part(leaf, value).to(self._device, non_blocking=True)
-            )
+            return self._interface.each_input(batch, self._placed)
         except InputError as error:
             raise InputError(f"what collate_fn makes of samples does not fit the model: {error}") from None
+
+    def _placed(self, leaf: LeafSpec, value: Any) -> Tensor:
+        part = self._share.part(leaf, value).to(self._device, non_blocking=True)
+        return mark(part, self._share.cuts[leaf.name].whole)
 
     def _loaded(self) -> Iterator[tuple[Any, int]]:
         """What this rank loads of every global batch from here on, collated, and how many samples the batch has."""

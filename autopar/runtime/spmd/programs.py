@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autopar.runtime.spmd.interface import Interface
+from autopar.runtime.spmd.interface import Interface, LeafSpec
 from autopar.runtime.spmd.mesh import part_of
 from autopar.runtime.spmd.signature import (
     FlatCall,
@@ -105,6 +105,19 @@ class Programs:
             mark(part_of(value, layouts[name], mesh, rank).to(device), shapes[name]) if name in tensors else value
             for name, value in zip(batch.names, batch.values, strict=True)
         ]
+
+    def inputs_of(self, size: int | None) -> list[LeafSpec]:
+        """The inputs with a global batch of so many samples, as ``shard`` would cut them; ``None``: as planned.
+
+        They are as planned as well where it cannot be said which of them run along the batch.
+        """
+        planned = list(self._leaves.values())
+        sizes = {leaf.shape[0] for leaf in planned if leaf.shape}
+        if not isinstance(size, int) or size < 1 or size in sizes or len(sizes) != 1 or self.maker is None:
+            return planned
+        shapes = {name: (size, *leaf.shape[1:]) if leaf.shape else () for name, leaf in self._leaves.items()}
+        layouts = self._layouts(shapes)[1]
+        return [replace(leaf, shape=shapes[name], layout=layouts[name]) for name, leaf in self._leaves.items()]
 
     def _found(self, signature: Signature) -> Emitted | None:
         """What was captured in train mode evaluates, too."""

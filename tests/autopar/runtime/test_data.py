@@ -175,7 +175,7 @@ def test_iterable_datasets_are_read_whole(workers_used: int) -> None:
 
 
 def test_a_smaller_last_batch_is_given_to_shard_whole() -> None:
-    """Until a module takes other sizes it says so there."""
+    """Which makes a part of it, or says why there is none."""
     for dataset in (rows(16), Stream()):
         loader = loader_of(dataset, 2, LAYOUTS[1], drop_last=False)
         with pytest.raises(InputError, match=r"input 'x' has shape \(4, 6\), but the global batch was planned as \(12"):
