@@ -67,7 +67,7 @@ def test_a_plan_without_details_is_read_by_the_names_of_its_axes() -> None:
     assert plan.sentence.startswith("Splits weights over groups of 2 processes (tensor parallel), ")
 
 
-def test_memory_that_nothing_takes_and_time_that_is_lost_are_said() -> None:
+def test_time_that_is_lost_is_said_where_it_weighs() -> None:
     plan = plan_of(residual_mlp())
     lost: dict[str, Any] = {"bubble": 0.3 * plan.predicted.step_time_s, "offload": 0.001 * plan.predicted.step_time_s}
     told = replace(plan, predicted=replace(plan.predicted, time_s={**plan.predicted.time_s, **lost})).sentence
