@@ -31,7 +31,7 @@ from autopar.runtime.spmd.signature import FlatCall, Signature, TensorForm, name
 from planner.base.errors import PlanError
 from planner.base.formatting import in_seconds
 from planner.formulation.constraints.stored_layouts import PlannedInputs
-from planner.ir.layout import Layout, Mesh
+from planner.ir.layout import Layout, Mesh, Shard
 from planner.plan.document.document import WITHOUT_GRAPH
 from planner.plan.further import check_may_have_further, further_plan, planned_inputs
 from planner.plan.further_stages import Homes, homes
@@ -143,17 +143,25 @@ class ProgramMaker:
             micro_batched = replace(micro_batched, pipeline=module.pipeline)
         made = further(module, traced.captured, assignment, micro_batched)
         if dist.get_rank() == 0:
-            LOGGER.warning("%s", self._said(module, signature, plan, time.monotonic() - start))
+            LOGGER.warning("%s", self._said(module, signature, plan, layouts, time.monotonic() - start))
         return made
 
-    def _said(self, module: ParallelModule, signature: Signature, plan: Plan, seconds: float) -> str:
+    def _said(
+        self,
+        module: ParallelModule,
+        signature: Signature,
+        plan: Plan,
+        layouts: Mapping[str, Layout],
+        seconds: float,
+    ) -> str:
         """What was made, for what, and where it is slower than it could be."""
         planned = module.planned_signature
         missing = planned.shapes.keys() - signature.shapes.keys()
         without = f" (without {', '.join(sorted(missing))})" if missing else ""
         mode = "" if signature.training == planned.training else f" in {plan.model['mode']} mode"
-        cut, whole = (any("S(" in layout for layout in each.inputs.values()) for each in (self.plan, plan))
-        slower = "; ranks do not divide its batch, and each takes it whole" if cut and not whole else ""
+        is_whole = not any(isinstance(t, Shard) for layout in layouts.values() for t in layout)
+        is_slower = is_whole and any(self.inputs.ranks(name) > 1 for name in self.inputs.layouts)
+        slower = "; ranks do not divide its batch, and each takes it whole" if is_slower else ""
         return (
             f"planned a further program for inputs {signature}{without}{mode} in {seconds:.1f} s: "
             f"{in_seconds(plan.predicted.step_time_s)} a step{slower}"

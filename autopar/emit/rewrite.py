@@ -7,6 +7,7 @@ is decided here: operators run as the assignment says, and reshardings are the r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -209,7 +210,7 @@ class Root:
         """Emit a distinct block; returns its name."""
         suffix = f"keeps_{len(level)}" if isinstance(level, tuple) else level
         base = self._names[kind] if level == "none" else f"{self._names[kind]}_{suffix}"
-        name = base if base not in self.calls else f"{base}_{sum(n.startswith(base) for n in self.calls)}"
+        name = base if base not in self.calls else self._another(base)
         self.calls[name] = 0
         body = block_body(block, self.assignment, self.targets, self.device)
         if level == "none":
@@ -219,6 +220,12 @@ class Root:
             self._holder[_again(name)] = module_of(dict(self.groups), again, _again(name))
         self._holder[name] = module_of(dict(self.groups), body.graph, name)
         return name
+
+    def _another(self, base: str) -> str:
+        """A name for one more program of a distinct block, which no program has or will have."""
+        number = sum(name.startswith(base) for name in self.calls)
+        taken = {*self.calls, *self._names}
+        return next(name for name in (f"{base}_{n}" for n in itertools.count(number)) if name not in taken)
 
     def leaving(self, position: int) -> fx.Node:
         """A value as it leaves the model."""

@@ -8,10 +8,12 @@ import pytest
 from torch import nn
 
 import autopar
+from autopar.verification.float64 import exact
 from planner.base.errors import InfeasibleError, InputError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.further import stored_layouts
 from planner.plan.plan import Plan
+from tests.autopar import workers
 from tests.autopar.other_forms import batch_of, tiny
 from tests.autopar.workers import cluster_of
 
@@ -43,3 +45,14 @@ def test_a_model_that_was_changed_is_refused() -> None:
     model.later = nn.Linear(4, 4)
     with pytest.raises(InputError, match=r"has later.weight, later.bias, which it did not have when it was planned"):
         autopar.plan_inputs(model, plan, example_kwargs=batch_of(4))
+
+
+def test_a_second_program_of_a_block_takes_no_other_blocks_name() -> None:
+    """Both halves of a layer are called after it; the first has two programs, since layers are entered differently."""
+    with exact():
+        model, batch = workers.model_of("llama"), workers.batch_of("llama")
+        pin = {"micro_batches": 2, "tensor": 2}
+        plan = autopar.plan(model, cluster_of(2), example_kwargs=batch, loss_fn=workers.loss_fn, pin=pin)
+        ids = {"input_ids": batch["input_ids"]}
+        found = autopar.plan_inputs(model.eval(), plan, example_kwargs=ids, loss_fn=workers.loss_fn)
+        autopar.verify(model, found, example_kwargs=ids)
