@@ -159,14 +159,17 @@ def _links(cluster: ClusterSpec) -> list[str]:
 
 
 def _drawing(mesh: Mesh, node: int) -> str:
-    """Ranks in tables, one shade a node: the last axis to the right, the one before downwards, the others, and what of
-    these two is more than :data:`ACROSS`, in further tables, so that the drawing is at most about so many ranks across
-    and down.
+    """Ranks in tables, one shade a node: of the last two axes the longer to the right and the other downwards; what is
+    more than :data:`ACROSS`, and other axes, in further tables, so that the drawing is at most about so many ranks
+    across and down.
     """
     if mesh.size > MOST_RANKS:
         return f'<p class="soft">{mesh.size:,} devices in nodes of {node:,}</p>'
     *outer, rows, columns = (*(1, 1), *mesh.sizes)
     names = ("", "", *mesh.names)[-2:]
+    is_turned = rows > columns
+    if is_turned:
+        rows, columns, names = columns, rows, names[::-1]
     across = min(columns, ACROSS)
     lines = -(-columns // across)
     down = min(rows, max(1, ACROSS // lines))
@@ -186,8 +189,8 @@ def _drawing(mesh: Mesh, node: int) -> str:
             f"← {escape(names[0])}</text>"
         )
     for number in range(mesh.size):
-        row, column = divmod(number, columns)
-        block, row = divmod(row, rows)
+        block, place = divmod(number, rows * columns)
+        row, column = divmod(place, rows)[::-1] if is_turned else divmod(place, columns)
         part, row = divmod(row, down)
         table_row, table = divmod(block * parts + part, beside)
         line, column = divmod(column, across)
