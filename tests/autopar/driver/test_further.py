@@ -8,7 +8,10 @@ import pytest
 from torch import nn
 
 import autopar
+from autopar.driver.plan import assign, staged
+from autopar.driver.trace import trace
 from autopar.verification.float64 import exact
+from autopar.verification.typecheck import typecheck
 from planner.base.errors import InfeasibleError, InputError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.further import stored_layouts
@@ -55,4 +58,5 @@ def test_a_second_program_of_a_block_takes_no_other_blocks_name() -> None:
         plan = autopar.plan(model, cluster_of(2), example_kwargs=batch, loss_fn=workers.loss_fn, pin=pin)
         ids = {"input_ids": batch["input_ids"]}
         found = autopar.plan_inputs(model.eval(), plan, example_kwargs=ids, loss_fn=workers.loss_fn)
-        autopar.verify(model, found, example_kwargs=ids)
+        traced = trace(model, None, ids)
+        typecheck(traced.captured, *staged(found, assign(traced, found)))
