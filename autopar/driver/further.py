@@ -24,7 +24,7 @@ from autopar.driver.plan import assign, staged
 from autopar.driver.rank_agreement import check_alike, planned_on_rank_0, traced_alike
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import further
-from autopar.graph.interpreter import on_one_stack
+from autopar.graph.interpreter import no_garbage, on_one_stack
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.programs import Emitted
 from autopar.runtime.spmd.signature import FlatCall, Signature, TensorForm, named_inputs
@@ -42,6 +42,8 @@ Modes = Mapping[str, bool]
 """Path of a module -> whether it is in train mode."""
 
 
+@on_one_stack
+@no_garbage()
 def plan_inputs(
     model: nn.Module,
     plan: Plan | str | os.PathLike[str],
@@ -123,6 +125,7 @@ class ProgramMaker:
         check_may_have_further(self.plan)
 
     @on_one_stack
+    @no_garbage()
     def __call__(
         self, module: ParallelModule, call: FlatCall, signature: Signature, mesh: Mesh, layouts: Mapping[str, Layout]
     ) -> Emitted:

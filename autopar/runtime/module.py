@@ -311,7 +311,8 @@ class ParallelModule(nn.Module):
         that did not come before have a program planned and emitted for them first, by all ranks together.
 
         Raises:
-            InputError: inputs fit no program, or ranks have some of different forms.
+            InputError: the model does not take these inputs, or they may be parts as well as wholes.
+            PlanError: the plan has no further programs, or ranks have inputs of different forms.
             InfeasibleError: the program for them does not fit in memory.
         """
         emitted = self._programs.of_parts(self, args, kwargs, self.mesh)

@@ -43,9 +43,8 @@ KEPT = "kept"
 
 def planned_inputs(plan: Plan) -> PlannedInputs:
     """How a plan cuts its inputs."""
-    leaves = plan.account.leaves
-    layouts = {name: parse_layout(text, len(plan.mesh.axes)) for name, text in plan.inputs.items()}
-    return PlannedInputs(plan.mesh, {name: leaves[name].shape for name in layouts}, layouts)
+    axes = len(plan.mesh.axes)
+    return PlannedInputs(plan.mesh, {name: parse_layout(text, axes) for name, text in plan.inputs.items()})
 
 
 def stored_layouts(plan: Plan) -> dict[str, Layout]:

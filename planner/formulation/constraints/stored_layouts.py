@@ -81,11 +81,10 @@ class PlannedInputs:
 
     Attributes:
         mesh: the plan's, with its micro-batches.
-        shapes, layouts: of every planned input, by name; a layout has one local type per axis of ``mesh``.
+        layouts: of every planned input, by name; one local type per axis of ``mesh``.
     """
 
     mesh: Mesh
-    shapes: Mapping[str, Shape]
     layouts: Mapping[str, Layout]
 
     def cut(self, shapes: Mapping[str, Shape]) -> tuple[Mesh, dict[str, Layout]]:
