@@ -1,4 +1,4 @@
-"""Plans what ``docs/plan.png`` shows, a screenshot of the page that this writes: ``python docs/plan_picture.py plan.html``.
+"""Plans what ``docs/plan.png`` is a screenshot of: ``python docs/plan_picture.py plan.html`` writes that page.
 
 It takes about a minute, and neither weights nor GPUs.
 """

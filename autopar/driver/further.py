@@ -24,16 +24,16 @@ from autopar.driver.plan import assign, staged
 from autopar.driver.rank_agreement import check_alike, planned_on_rank_0, traced_alike
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import further
-from autopar.graph.cpython import on_one_stack
+from autopar.graph.cpython import no_garbage, on_one_stack
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.programs import Emitted
 from autopar.runtime.spmd.signature import FlatCall, Signature, TensorForm, named_inputs
 from planner.base.errors import PlanError
 from planner.base.formatting import in_seconds
-from planner.formulation.constraints.stored_layouts import PlannedInputs
+from planner.formulation.constraints.stored_layouts import PlannedInputs, StoredLayouts
 from planner.ir.layout import Layout, Mesh, Shard
 from planner.plan.document.document import WITHOUT_GRAPH
-from planner.plan.further import check_may_have_further, further_plan, planned_inputs
+from planner.plan.further import check_may_have_further, further_plan, planned_inputs, stored_layouts
 from planner.plan.further_stages import Homes, homes
 from planner.plan.plan import Plan
 
@@ -42,6 +42,8 @@ Modes = Mapping[str, bool]
 """Path of a module -> whether it is in train mode."""
 
 
+@on_one_stack
+@no_garbage()
 def plan_inputs(
     model: nn.Module,
     plan: Plan | str | os.PathLike[str],
@@ -74,7 +76,8 @@ def plan_inputs(
     traced = trace(model, example_args, example_kwargs, loss_fn)
     shapes = {leaf.target: leaf.results[0].shape for leaf in traced.graph.leaves if leaf.op == "input"}
     mesh, layouts = planned_inputs(plan).cut(shapes)
-    return further_plan(plan, traced.graph, traced.facts, mesh, layouts, _homes(plan), progress)
+    stored = StoredLayouts({**stored_layouts(plan), **layouts})
+    return further_plan(plan, traced.graph, traced.facts, mesh, stored, _homes(plan), progress)
 
 
 def _homes(plan: Plan) -> Homes:
@@ -99,6 +102,7 @@ class ProgramMaker:
         plan: that of the first program.
         loss_fn: as it was planned with.
         modes: of the model's modules, as it was planned.
+        stored: how parameters and buffers lie, by name.
         held: what the ranks of a pipeline hold.
         progress: called with lines of text, on rank 0.
     """
@@ -106,6 +110,7 @@ class ProgramMaker:
     plan: Plan
     loss_fn: LossFn | None
     modes: Modes
+    stored: Mapping[str, Layout]
     held: Homes
     progress: Progress | None = None
 
@@ -123,20 +128,21 @@ class ProgramMaker:
         check_may_have_further(self.plan)
 
     @on_one_stack
+    @no_garbage()
     def __call__(
         self, module: ParallelModule, call: FlatCall, signature: Signature, mesh: Mesh, layouts: Mapping[str, Layout]
     ) -> Emitted:
         """Capture on every rank, plan on rank 0, emit on every rank; ranks must have inputs of one form."""
         start, (model,) = time.monotonic(), module._original
-        check_alike({"input": str(signature), "mode": "train" if signature.training else "eval"})
+        _check_alike(signature)
         say(self.progress, f"capturing {type(model).__name__} for inputs {signature}")
         args, kwargs = _examples(call, signature)
         loss_fn = _loss_fn_for(model, self.plan, self.loss_fn, kwargs)
         with _in_mode(model, self.modes, signature.training):
             traced = traced_alike(model, args, kwargs, loss_fn)
-        by_leaf = _by_leaf(traced, layouts)
+        stored = StoredLayouts({**self.stored, **_by_leaf(traced, layouts)})
         plan = planned_on_rank_0(
-            lambda: further_plan(self.plan, traced.graph, traced.facts, mesh, by_leaf, self.held, self.progress)
+            lambda: further_plan(self.plan, traced.graph, traced.facts, mesh, stored, self.held, self.progress)
         )
         assignment, micro_batched = staged(plan, assign(traced, plan))
         if micro_batched is not None:
@@ -166,6 +172,22 @@ class ProgramMaker:
             f"planned a further program for inputs {signature}{without}{mode} in {seconds:.1f} s: "
             f"{in_seconds(plan.predicted.step_time_s)} a step{slower}"
         )
+
+
+def _check_alike(signature: Signature) -> None:
+    """Compare with the forms that all other ranks are to have a program for.
+
+    Raises:
+        PlanError: they differ, on every rank; or others have a program for what they were given, and did not come
+            before the process group's timeout.
+    """
+    try:
+        check_alike({"input": str(signature), "mode": "train" if signature.training else "eval"})
+    except RuntimeError as error:  # as torch says that others did not come
+        raise PlanError(
+            f"there is no program for inputs {signature} yet, and some ranks did not come to make one: they have "
+            "inputs of another form, or have gone; give every rank the same global batch"
+        ) from error
 
 
 def _examples(call: FlatCall, signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -390,9 +390,10 @@ class ParallelModule(Fronts):
         that did not come before have a program planned and emitted for them first, by all ranks together.
 
         Raises:
-            InputError: inputs fit no program; ranks have some of different forms; or, in the first calls, ranks that
-                hold the same part of the batch hold different data
+            InputError: the model does not take these inputs, or they may be parts as well as wholes; or, in the first
+                calls, ranks that hold the same part of the batch hold different data
                 (:class:`autopar.runtime.data.agreement.DataAgreement`), on every rank.
+            PlanError: the plan has no further programs, or ranks have inputs of different forms.
             InfeasibleError: the program for them does not fit in memory.
         """
         emitted = self._programs.of_parts(self, args, kwargs, self.mesh)

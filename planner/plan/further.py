@@ -28,6 +28,7 @@ from planner.formulation.training import Training
 from planner.ir.folding import Folded, fold
 from planner.ir.graph import Graph
 from planner.ir.layout import Layout, Mesh, over_micro_batches, parse_layout
+from planner.plan.document.document import EVALUATE
 from planner.plan.further_stages import Homes, stage_further
 from planner.plan.plan import Plan, Search, describe, refold, reprice, restore
 from planner.search.block_splitting import finer
@@ -43,15 +44,22 @@ KEPT = "kept"
 
 def planned_inputs(plan: Plan) -> PlannedInputs:
     """How a plan cuts its inputs."""
-    leaves = plan.account.leaves
-    layouts = {name: parse_layout(text, len(plan.mesh.axes)) for name, text in plan.inputs.items()}
-    return PlannedInputs(plan.mesh, {name: leaves[name].shape for name in layouts}, layouts)
+    axes = len(plan.mesh.axes)
+    return PlannedInputs(plan.mesh, {name: parse_layout(text, axes) for name, text in plan.inputs.items()})
 
 
 def stored_layouts(plan: Plan) -> dict[str, Layout]:
-    """How a plan stores every parameter and buffer, by name, over the axes of one stage."""
+    """How a plan stores every parameter and buffer, by name, over the axes of one stage.
+
+    Raises:
+        PlanError: it was edited, and does not say of which tensors an entry is.
+    """
     found = {}
     for name, text in (*plan.parameters.items(), *plan.buffers.items()):
+        if name not in plan.account.leaves:
+            raise PlanError(
+                f'the plan has no entry {name!r} in "leaves", or was changed since: price it with {EVALUATE}'
+            )
         layout = over_micro_batches(parse_layout(text, len(plan.mesh.axes)), plan.mesh)
         found.update(dict.fromkeys(filled(name.partition(" #")[0], plan.account.leaves[name].stands_for), layout))
     return found
@@ -62,7 +70,7 @@ def further_plan(
     graph: Graph,
     model: Mapping[str, Any],
     mesh: Mesh,
-    inputs: Mapping[str, Layout],
+    stored: StoredLayouts,
     held: Homes,
     progress: Progress | None = None,
 ) -> Plan:
@@ -71,7 +79,8 @@ def further_plan(
     Args:
         plan: that of the first one.
         graph, model: the model's for the other inputs, and its facts, see :func:`model_facts`.
-        mesh, inputs: as :meth:`PlannedInputs.cut` has them.
+        mesh: as :meth:`PlannedInputs.cut` has it.
+        stored: how parameters and buffers lie, and the inputs are cut.
         held: of a pipeline, see :func:`planner.plan.further_stages.homes`; empty for others.
 
     Raises:
@@ -80,7 +89,6 @@ def further_plan(
         InfeasibleError: no plan on this mesh fits in memory.
     """
     check_may_have_further(plan)
-    stored = StoredLayouts({**stored_layouts(plan), **inputs})
     unknown = stored.unknown(graph)
     if unknown:
         raise InputError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import autopar
 from autopar.runtime.module import ParallelModule
@@ -149,6 +151,12 @@ def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
     model.load_state_dict(copied.full_state_dict())
     for given in (small, batch_of(3)):
         same("loss of a copy", copied(**copied.shard(given))["loss"], model(**given)["loss"])
+
+    # Rank 0 has a program for what it is given, and no way to know that rank 1 has none.
+    _set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    expected = (RuntimeError, "") if rank == 0 else (PlanError, "ids 2x12 .* yet, and some ranks did not come")
+    with pytest.raises(expected[0], match=expected[1]):
+        pmodel(**pmodel.shard(batch_of(4 if rank == 0 else 2)))
 
 
 class Normed(nn.Module):

@@ -80,7 +80,7 @@ def test_pages_that_code_names_exist() -> None:
 def test_the_differences_that_a_page_shows_apply(page: Path) -> None:
     """What is taken out, or stays around it, stands so in a file that the page names or has its reader write."""
     text = page.read_text(encoding="utf-8")
-    files = [ROOT / path for path in {*re.findall(PATH, text)} if (ROOT / path).is_file()]
+    files = [ROOT / path for path in {*re.findall(PATH, text)} if (ROOT / path).is_file() and path[-4:] != ".png"]
     sources = [file.read_text(encoding="utf-8") for file in files] + re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for shown in re.findall(r"```diff\n(.*?)```", text, re.DOTALL):
         before = "".join(f"{line[1:]}\n" for line in shown.splitlines() if line[0] != "+")

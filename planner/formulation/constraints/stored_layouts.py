@@ -67,6 +67,15 @@ class StoredLayouts:
         return self.layouts.get(leaf.target or leaf.name) if leaf.op in GIVEN else None
 
 
+def layouts_of(assignment: Assignment) -> dict[str, Layout]:
+    """How an assignment stores every parameter and buffer, by name, over the axes of one stage."""
+    space = assignment.space
+    leaves = space.graph.applying("param", "buffer")
+    return {
+        leaf.target or leaf.name: over_micro_batches(assignment.produced(Ref(leaf.name)), space.mesh) for leaf in leaves
+    }
+
+
 def _are_alike(one: Layout, other: Layout) -> bool:
     """Whether ranks hold the same parts; whole is whole, whatever its gradient is."""
     return tuple(R if t == I else t for t in one) == tuple(R if t == I else t for t in other)
@@ -81,11 +90,10 @@ class PlannedInputs:
 
     Attributes:
         mesh: the plan's, with its micro-batches.
-        shapes, layouts: of every planned input, by name; a layout has one local type per axis of ``mesh``.
+        layouts: of every planned input, by name; one local type per axis of ``mesh``.
     """
 
     mesh: Mesh
-    shapes: Mapping[str, Shape]
     layouts: Mapping[str, Layout]
 
     def cut(self, shapes: Mapping[str, Shape]) -> tuple[Mesh, dict[str, Layout]]:

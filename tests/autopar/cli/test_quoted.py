@@ -26,7 +26,7 @@ from planner.plan.document.encoding import dump
 from tests.planner.plans import GOLDEN, check_golden
 
 ROOT = Path(__file__).resolve().parents[3]
-README, OFFLOAD = ROOT / "README.md", ROOT / "docs" / "offload.md"
+README, READING, OFFLOAD = ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("reading_a_plan", "offload"))
 CONSTRAINTS = re.split(r"[\s;]+", (ROOT / "constraints.txt").read_text(encoding="utf-8"))
 
 pytestmark = pytest.mark.skipif(
@@ -52,22 +52,23 @@ def check_block(page: Path, opening: str, text: str) -> None:
 
 
 def example(page: Path) -> dict[str, Any]:
-    """What the first program of a page defines, up to where it plans."""
-    (program, *_) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    """What the first program of a page that plans defines before it does."""
+    programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    program = next(each for each in programs if "\ncluster" in each)
     names: dict[str, Any] = {"torch": torch, "ClusterSpec": ClusterSpec}
     names |= {"GPT2Config": GPT2Config, "GPT2LMHeadModel": GPT2LMHeadModel}
     exec(program.partition("\ncluster")[0], names)
     return names
 
 
-def test_the_golden_plan_and_the_readme_are_todays() -> None:
+def test_the_golden_plan_and_the_page_on_reading_one_are_todays() -> None:
     names = example(README)
     cluster = ClusterSpec.local(4, memory_bytes="1 GiB", cores=2)
     pin = {"data": 2, "tensor": 2, "sequence_parallel": True}
     plan = autopar.plan(names["model"], cluster, example_kwargs=names["batch"], pin=pin)
     kept = Plan.load(GOLDEN / "gpt2.plan.json").search.seconds  # they differ from run to run
     plan = replace(plan, search=replace(plan.search, seconds=kept), decided=plan.assignment)
-    check_block(README, "GPT2LMHeadModel", str(plan))
+    check_block(READING, "GPT2LMHeadModel", str(plan))
     check_golden("gpt2.plan.json", dump(plan.to_dict()))
 
 

@@ -21,7 +21,7 @@ from planner.formulation.constraints.pins import Pins
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE, REFERENCE = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("guide.md", "reference.md"))
-PLAN, APPLY = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+TRAIN, PLAN, APPLY = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def run(folder: str, program: str) -> str:
@@ -41,6 +41,8 @@ def test_the_example_plans_and_trains(tmp_path: Path) -> None:
     before_planning, _, _ = PLAN.partition("plan    =")
     preload = ("torch", "transformers.models.gpt2.modeling_gpt2", "tests.autopar.cli.test_readme")
     with LocalProcesses(4, preload) as processes:
+        losses = processes.run(run, str(tmp_path), TRAIN, ranks=2)
+        assert losses[0] == losses[1] and len(losses[0].splitlines()) == 8
         (said,) = processes.run(run, str(tmp_path), PLAN, ranks=1)
         assert "GPT2LMHeadModel" in said and "next best" in said
         assert (tmp_path / "plan.json").exists() and (tmp_path / "plan.html").exists()

@@ -8,9 +8,13 @@ import pytest
 from torch import nn
 
 import autopar
+from autopar.driver.plan import assign, staged
+from autopar.driver.trace import trace
 from autopar.verification.float64 import exact
+from autopar.verification.typecheck import typecheck
 from planner.base.errors import InfeasibleError, InputError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.stored_layouts import layouts_of
 from planner.plan.further import stored_layouts
 from planner.plan.plan import Plan
 from tests.autopar import workers
@@ -22,6 +26,7 @@ from tests.autopar.workers import cluster_of
 def test_a_further_plan_keeps_what_is_stored_and_is_verified(pin: dict[str, int], tmp_path: Path) -> None:
     model, path = tiny(), tmp_path / "further.json"
     plan = autopar.plan(model, cluster_of(2), example_kwargs=batch_of(), pin=pin)
+    assert plan.assignment is not None and stored_layouts(plan) == layouts_of(plan.assignment)
     assert autopar.plan_inputs(model, plan, example_kwargs=batch_of(4)).search.status == "kept"
     for training, batch in ((True, batch_of(3, 10, mask=True)), (False, batch_of(2, labels=False))):
         model.train(training)
@@ -55,4 +60,5 @@ def test_a_second_program_of_a_block_takes_no_other_blocks_name() -> None:
         plan = autopar.plan(model, cluster_of(2), example_kwargs=batch, loss_fn=workers.loss_fn, pin=pin)
         ids = {"input_ids": batch["input_ids"]}
         found = autopar.plan_inputs(model.eval(), plan, example_kwargs=ids, loss_fn=workers.loss_fn)
-        autopar.verify(model, found, example_kwargs=ids)
+        traced = trace(model, None, ids)
+        typecheck(traced.captured, *staged(found, assign(traced, found)))

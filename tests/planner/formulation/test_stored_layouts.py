@@ -13,7 +13,7 @@ S = Shard(0)
 def planned(mesh: Mesh, *layout: object) -> PlannedInputs:
     """Ids that are cut, and positions that all rows share."""
     layouts: dict[str, Layout] = {"ids": tuple(layout), "positions": (R,) * len(mesh.axes)}  # type: ignore[dict-item]
-    return PlannedInputs(mesh, {"ids": (8, 12), "positions": (1, 12)}, layouts)
+    return PlannedInputs(mesh, layouts)
 
 
 @pytest.mark.parametrize(
