@@ -547,7 +547,8 @@ def damages(files: int) -> None:
         "done with it: print, sentence, page, explanations, timeline, save and load again, and for one in "
         f"{fuzz.PRICED} pricing it for its model. A raw error is anything else that is raised."
     )
-    print(record.write("fuzz", "Damaged files", notes, rows, [asdict(r) for r in found], facts), flush=True)
+    raw = [{**vars(r), "outcomes": dict(r.outcomes)} for r in found]
+    print(record.write("fuzz", "Damaged files", notes, rows, raw, facts), flush=True)
     if any(r.faults for r in found):
         raise SystemExit("some files raised raw errors: their seeds and tracebacks stand above")
 

@@ -18,7 +18,7 @@ import pytest
 
 from planner.analysis.pipeline.peak_report import peak_micro_batched
 from planner.analysis.prediction import predict_micro_batched
-from planner.base.errors import InfeasibleError, InputError, PinError, PlanError, ScheduleError
+from planner.base.errors import InfeasibleError, InputError, PinError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.constraints.filters import filters
@@ -163,13 +163,10 @@ def test_a_plan_that_has_no_timeline_says_why() -> None:
         old.timeline()
     assert "does not say what its stages take" in old.to_html() and "of all ranks' time" not in str(old)
     assert plan.pipeline is not None
-    recut = replace(plan, pipeline=replace(plan.pipeline, virtual_stages=3))
+    fewer = replace(plan.pipeline, schedule="1f1b", virtual_stages=1, bounds=plan.pipeline.bounds[::2])
+    recut = replace(plan, pipeline=fewer)
     with pytest.raises(PlanError, match="or was edited since"):
         recut.timeline()
-    misnamed = replace(plan, pipeline=replace(plan.pipeline, schedule="1f2b"))
-    assert "no schedule &#x27;1f2b&#x27;" in misnamed.to_html()
-    with pytest.raises(ScheduleError, match="no schedule '1f2b'"):
-        misnamed.timeline()
     with pytest.raises(PlanError, match=r"without micro-batches.*print\(plan\)"):
         plan_of(GRAPH, cluster(8)).timeline()
 
@@ -177,10 +174,12 @@ def test_a_plan_that_has_no_timeline_says_why() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"stages": ["0-1", "2-3", "4", "5"]}, "cuts 6 blocks into 4 stages, but the model has 8 blocks"),
+        ({"stages": ["0-1", *"2345678"]}, "cuts 9 blocks into 8 stages, but the model has 8 blocks"),
+        ({"stages": ["0-1", "2-3", "4", "5"]}, "has 4 'stages', and 4 ranks of 2 are 8"),
         ({"stages": ["0-1", "3-4", "5", "6-7"]}, "not every block once, in order"),
         ({"stages": []}, "not every block once, in order"),
-        ({"ranks": 2}, "mesh has 4 ranks, but its cluster has 8 devices"),
+        ({"ranks": 2}, "has 8 'stages', and 2 ranks of 2 are 4"),
+        ({"ranks": 2, "virtual_stages": 4}, "mesh has 4 ranks, but its cluster has 8 devices"),
         ({"schedule": "1f2b"}, "no schedule '1f2b'"),
         ({"recompute": {"some": "1"}}, "recomputes block 1 at level 'some'"),
         ({"recompute": {"full": "99"}}, "recomputes block 99"),
