@@ -59,11 +59,7 @@ def check_arguments(
     if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
         raise InputError(f"example_kwargs is {_kind(example_kwargs)}; give a dict of inputs by name")
     for path, value in pytree.tree_flatten_with_path((example_args or (), dict(example_kwargs or {})))[0]:
-        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-            raise InputError(
-                f"input {pytree.keystr(path[1:])} is a tensor of {value.layout}: give it dense, .to_dense()"
-            )
-        if isinstance(value, torch.Tensor) and value.shape[:1] == (0,):
+        if isinstance(value, torch.Tensor) and not value.is_nested and value.shape[:1] == (0,):
             raise InputError(
                 f"input {pytree.keystr(path[1:])} has shape {tuple(value.shape)}, a batch of 0: give one global batch"
             )

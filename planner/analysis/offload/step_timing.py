@@ -322,7 +322,8 @@ def _micro_batched(prediction: Prediction, staged: Staged, ways: Sequence[_Way])
         "optimizer": ways[busy].update_s,
         "offload": exposed_s[busy],
     }
-    time_s = {**time_s, "bubble": step_s - math.fsum(seconds for use, seconds in time_s.items() if use != "bubble")}
+    busy_s = math.fsum(seconds for use, seconds in time_s.items() if use != "bubble")
+    time_s = {**time_s, "bubble": max(0.0, step_s - busy_s)}
     return replace(prediction, step_time_s=step_s, time_s=time_s, micro_batch_times=times)
 
 

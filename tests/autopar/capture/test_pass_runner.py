@@ -154,7 +154,10 @@ def test_the_pass_of_the_page_works_as_it_says(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     at = [name_of(each) for each in PASSES].index("identity_indexing") + 1
     run([*PASSES[:at], room["double_negation"], *PASSES[at:]], torch.export.export(Twice(), (X,), strict=False))
-    before, after = ((tmp_path / f"{name}.py").read_text() for name in ("08_identity_indexing", "09_double_negation"))
+    before, after = (
+        (tmp_path / f"{name}.py").read_text() for name in (f"{at:02}_identity_indexing", f"{at + 1:02}_double_negation")
+    )
+    assert f"diff dump/{at:02}_identity_indexing.py dump/{at + 1:02}_double_negation.py" in page
     changed = [
         line for line in unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0) if "aten" in line
     ]

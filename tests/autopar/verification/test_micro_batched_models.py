@@ -477,7 +477,7 @@ def test_what_cannot_be_is_refused(name: str, pin: Pin, message: str) -> None:
     "stages, message",
     [
         (["0-2", "3-6"], r"7 blocks into 2 stages, but the model has 6"),
-        (["0-2"], r"3 blocks into 1 stages"),
+        (["0-2"], r"has 1 'stages', and 2 ranks of 1 are 2"),
         (["0-2", "4-5"], "not every block once, in order"),
         (["0-3", "3-5"], "not every block once, in order"),
         (["0-5", ""], "not every block once, in order"),
