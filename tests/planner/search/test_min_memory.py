@@ -112,7 +112,7 @@ def test_no_less_than_what_is_said_to_do_does_and_no_recipe_that_is_pinned_needs
     least = at_least(graph, 1, {}, 4)
     assert at_least(graph, least * 98 // 100, {}, 4) == least
     found = searched(graph, least, {}, 4)
-    assert found.best.config.mesh.names == ("all",)
+    assert found.best.config.mesh.names == ("tensor",)
     assert [row.status for row in found.candidates if row.config == found.best.config] == ["feasible"]
     for pin in ({"tensor": 4}, {"data": 4}):
         assert at_least(graph, 1, {**pin, "recompute": "full"}, 4) >= least
