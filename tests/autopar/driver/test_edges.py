@@ -189,7 +189,7 @@ def test_more_positions_than_a_table_has():
         ({"model": nn.DataParallel(Scaled())}, InputError, r"wrapped in DataParallel.*give model\.module"),
         ({"model": torch.compile(Scaled())}, InputError, r"wrapped in OptimizedModule.*give model\._orig_mod"),
         ({"example_kwargs": {"x": X[:0]}}, InputError, r"input \['x'\] has shape \(0, 16\), a batch of 0"),
-        ({"example_kwargs": {"x": X.to_sparse()}}, InputError, r"is a sparse tensor.* to_dense"),
+        ({"example_kwargs": {"x": X.to_sparse()}}, InputError, r"is a sparse tensor.*to_dense"),
         ({"example_kwargs": {"x": X[:1]}, "pin": {"data": 2}}, PinError, "'data' is 2, but the batch is 1 in 'x'"),
         ({"pin": {"tp": 2}}, PinError, "no decision called 'tp'; known: .*; for 'tp' pin 'tensor'"),
         ({"pin": {"DDP": 2}}, PinError, "for 'DDP' pin 'data'"),
