@@ -38,8 +38,6 @@ from planner.plan.further_stages import Homes, homes
 from planner.plan.plan import Plan
 
 LOGGER = logging.getLogger("autopar")
-Modes = Mapping[str, bool]
-"""Path of a module -> whether it is in train mode."""
 
 
 @on_one_stack
@@ -88,9 +86,36 @@ def _homes(plan: Plan) -> Homes:
     return homes(plan.assignment.space.folded, plan.pipeline)
 
 
-def modes(model: nn.Module) -> Modes:
-    """Which modules are in train mode."""
-    return {path: module.training for path, module in model.named_modules()}
+@dataclass(frozen=True)
+class ModelState:
+    """What of a model's state decides what is captured: users may change it on the original afterwards.
+
+    Attributes:
+        training: path of a module -> whether it is in train mode.
+        trained: name of a parameter -> whether it has a gradient.
+    """
+
+    training: Mapping[str, bool]
+    trained: Mapping[str, bool]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelState:
+        """The state that a model is in."""
+        training = {path: module.training for path, module in model.named_modules()}
+        return cls(training, {name: parameter.requires_grad for name, parameter in model.named_parameters()})
+
+    def restore(self, model: nn.Module) -> None:
+        """Put a model into this state; what it did not have then stays as it is."""
+        for path, module in model.named_modules():
+            module.training = self.training.get(path, module.training)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(self.trained.get(name, parameter.requires_grad))
+
+    def in_mode(self, training: bool) -> ModelState:
+        """The same in train or eval mode; parts that did not train in train mode do not."""
+        if training == any(self.training.values()):
+            return self
+        return ModelState(dict.fromkeys(self.training, training), self.trained)
 
 
 @dataclass(frozen=True)
@@ -101,7 +126,7 @@ class ProgramMaker:
     Attributes:
         plan: that of the first program.
         loss_fn: as it was planned with.
-        modes: of the model's modules, as it was planned.
+        state: the model's, as it was planned.
         stored: how parameters and buffers lie, by name.
         held: what the ranks of a pipeline hold.
         progress: called with lines of text, on rank 0.
@@ -109,7 +134,7 @@ class ProgramMaker:
 
     plan: Plan
     loss_fn: LossFn | None
-    modes: Modes
+    state: ModelState
     stored: Mapping[str, Layout]
     held: Homes
     progress: Progress | None = None
@@ -138,7 +163,7 @@ class ProgramMaker:
         say(self.progress, f"capturing {type(model).__name__} for inputs {signature}")
         args, kwargs = _examples(call, signature)
         loss_fn = _loss_fn_for(model, self.plan, self.loss_fn, kwargs)
-        with _in_mode(model, self.modes, signature.training):
+        with _in_state(model, self.state.in_mode(signature.training)):
             traced = traced_alike(model, args, kwargs, loss_fn)
         stored = StoredLayouts({**self.stored, **_by_leaf(traced, layouts)})
         plan = planned_on_rank_0(
@@ -221,15 +246,11 @@ def _is_of(name: str, top: str) -> bool:
 
 
 @contextlib.contextmanager
-def _in_mode(model: nn.Module, planned: Modes, training: bool) -> Iterator[None]:
-    """The model in a mode: in train mode as it was planned, if it was planned in that; afterwards as it was."""
-    modules = dict(model.named_modules())
-    before = {path: module.training for path, module in modules.items()}
-    is_as_planned = training == any(planned.values())
-    for path, module in modules.items():
-        module.training = planned.get(path, training) if is_as_planned else training
+def _in_state(model: nn.Module, state: ModelState) -> Iterator[None]:
+    """The model in a state; afterwards as it was."""
+    before = ModelState.of(model)
+    state.restore(model)
     try:
         yield
     finally:
-        for path, module in modules.items():
-            module.training = before[path]
+        before.restore(model)

@@ -159,7 +159,7 @@ def further(
     """Emit a program for other inputs of the model, over the parameters of its parallel module."""
     device, mesh = torch.device(module.device_mesh.device_type), module.mesh
     holder = {**groups_of(module.device_mesh), STATE: module.state}
-    program, leaves = _program(captured, assignment, micro_batched, holder, device)
+    program, leaves = _program(captured, assignment, micro_batched, holder, device, is_further=True)
     interface = interface_of(captured, assignment, leaves)
     constants = {
         leaf.name: part_of(captured.constants[leaf.name].detach(), leaf.layout, mesh, module.rank).to(device)
@@ -176,12 +176,17 @@ def _program(
     holder: Mapping[str, Any],
     device: torch.device,
     offload: OffloadExecutor | None = None,
+    is_further: bool = False,
 ) -> tuple[Program, list[str]]:
-    """What this process runs, and the names of the leaves that it takes."""
+    """What this process runs, and the names of the leaves that it takes.
+
+    Args:
+        is_further: leaves that nothing reads are where the first program has them, and not taken.
+    """
     if micro_batched is None:
         leaves = [leaf.name for leaf in assignment.space.graph.leaves]
         return rewrite(captured, assignment, holder, device).module, leaves
-    step = _pipeline_step(captured, assignment, micro_batched, holder, device, offload)
+    step = _pipeline_step(captured, assignment, micro_batched, holder, device, offload, is_further)
     return step, list(step.spec.leaves)
 
 
@@ -304,6 +309,7 @@ def _pipeline_step(
     holder: Mapping[str, Any],
     device: torch.device,
     offload: OffloadExecutor | None,
+    is_further: bool,
 ) -> PipelineStep:
     """What this process runs of a micro-batched step."""
     space, schedule, rank = assignment.space, micro_batched.schedule, micro_batched.rank
@@ -315,7 +321,7 @@ def _pipeline_step(
         if micro_batched.pipeline is None
         else RankLinks(schedule, here, micro_batched.pipeline, device)
     )
-    kept = _kept(space.graph.leaves, stages, here)
+    kept = _kept(() if is_further else space.graph.leaves, stages, here)
     leaves = [leaf for leaf in space.graph.leaves if leaf.name in kept or leaf.op == "input"]
     home, left = {position: stage.number for stage in stages for position in stage.outputs}, carried(assignment)
     split = {leaf.name: _micro_batch_dim(space.mesh, assignment.produced(Ref(leaf.name))) for leaf in leaves}

@@ -37,13 +37,16 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A decoder that returns its loss given labels, and its logits always; the head is the embedding."""
+    """A decoder that returns its loss given labels, and its logits always; the head is the embedding. A second head is
+    for the loss alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
+        self.second = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> dict[str, Tensor]:
         x, kept = self.embed(ids), None
@@ -54,7 +57,10 @@ class Tiny(nn.Module):
         logits = self.head(x)
         if labels is None:
             return {"logits": logits}
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+        losses = [
+            nn.functional.cross_entropy(each.flatten(0, 1), labels.flatten()) for each in (logits, self.second(x))
+        ]
+        return {"loss": losses[0] + 0.5 * losses[1], "logits": logits}
 
 
 def tiny() -> nn.Module:
@@ -86,12 +92,13 @@ def parallel(model: nn.Module, document: Mapping[str, Any], batch: Batch, **opti
 def trains_and_evaluates(document: Mapping[str, Any], trained: list[Batch], evaluated: list[Batch]) -> None:
     """Gradients of steps of all forms add up to the original's, and after them parameters are the same.
 
-    The parallel module's own original has no values any more.
+    The parallel module's own original has no values any more, and is frozen after it was made.
     """
     model = tiny()
     with torch.device("meta"):
         original = Tiny().double()
     pmodel = parallel(original, document, batch_of(), state_dict=model.state_dict())
+    original.requires_grad_(False)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]
     stored = [p.data_ptr() for p in map(_local, pmodel.parameters())]
     for _ in range(2):
