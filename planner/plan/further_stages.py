@@ -62,8 +62,8 @@ def stage_further(plan: Plan, assignment: Assignment, held: Homes) -> Staged:
 
 
 def bounds_of(pipeline: PipelinePlan, folded: Folded, held: Homes) -> tuple[int, ...]:
-    """Where other blocks are cut into the same stages: a block is where its parameters are, and one without any where
-    the one before is.
+    """Where other blocks are cut into the same stages: a block is where its parameters are, and in the stage of the
+    block before it where it may be in several.
 
     Raises:
         InputError: blocks do not follow one another as the stages do, or leave one empty.
@@ -75,22 +75,29 @@ def bounds_of(pipeline: PipelinePlan, folded: Folded, held: Homes) -> tuple[int,
         stages = [stage for stage, (low, high) in enumerate(pairwise(pipeline.bounds)) for _ in range(low, high)]
         if all(fits[stage] for stage, fits in zip(stages, at_home, strict=True)):
             return pipeline.bounds
-    stage, bounds = 0, [0]
-    for number, fits in enumerate(at_home):
-        wanted = next((each for each in range(stage, len(ranks)) if fits[each]), None)
-        if wanted is None or wanted > stage + 1:
-            break
-        if wanted > stage:
-            bounds.append(number)
-            stage = wanted
-    else:
-        if len(bounds) == len(ranks):
-            return (*bounds, len(needed))
+    reaches = _reaching_the_end(at_home)
+    if reaches[0][0]:
+        stage, bounds = 0, [0]
+        for number in range(1, len(needed)):
+            if not reaches[number][stage]:
+                bounds.append(number)
+                stage += 1
+        return (*bounds, len(needed))
     raise InputError(
         f"for these inputs the model has {len(needed)} blocks, which cannot be cut into the plan's {len(ranks)} stages "
         "so that each finds its parameters where they are: give inputs of the planned form, or load "
         "pmodel.full_state_dict() into a module that is planned for these"
     )
+
+
+def _reaching_the_end(fits: Sequence[Sequence[bool]]) -> list[list[bool]]:
+    """Of each block and stage: whether it fits there, and those after it fit there and in all later stages."""
+    stages = len(fits[0])
+    found = [[own and stage == stages - 1 for stage, own in enumerate(fits[-1])]]
+    for own in reversed(fits[:-1]):
+        after = [*found[-1], False]
+        found.append([own[stage] and (after[stage] or after[stage + 1]) for stage in range(stages)])
+    return found[::-1]
 
 
 def _ranks(pipeline: PipelinePlan) -> tuple[int, ...]:
