@@ -179,6 +179,8 @@ def capture(
     _check_inputs(args, kwargs)
     whole = model
     if loss_fn is not None:
+        if not callable(loss_fn):
+            raise InputError(f"loss_fn is {loss_fn!r}; give a function loss_fn(outputs, batch) that returns the loss")
         if args:
             raise InputError("loss_fn needs the example inputs by name: pass example_kwargs instead of example_args")
         whole = _WithLoss(model, loss_fn)

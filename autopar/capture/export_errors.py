@@ -64,7 +64,14 @@ def failure(
     else:
         called = None if _is_torchs_own(error) else _when_called(whole, args, kwargs)
         if called is not None and type(called) is type(error):
-            where = _where_raised(model, called) or _signature(model)
+            where = _where_raised(model, called)
+            if whole is not model and "  in  module" not in where:
+                return InputError(
+                    f"loss_fn fails when it is called with {name}'s outputs and this batch, {_written(args, kwargs)}.\n"
+                    f"{where}  why {type(called).__name__}: {_first_line(called)}\n"
+                    "  fix loss_fn(outputs, batch), or give example_kwargs that hold what it reads"
+                )
+            where = where or _signature(model)
             return InputError(
                 f"{name} fails when it is called with these inputs, {_written(args, kwargs)}.\n"
                 f"{where}  why {type(called).__name__}: {_first_line(called)}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 
 import torch
@@ -42,9 +43,18 @@ def start_process_group(cluster: ClusterSpec, offloads: bool = False) -> torch.d
                 "process use autopar.verify, to only plan use autopar.plan"
             )
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu and offloads else cluster.backend)
+        atexit.register(_end)
     elif offloads and torch.device("cpu") not in distributed_c10d._get_default_group()._device_types:
         raise PlanError(
             "the plan keeps gradients on the host, where this process group does not communicate: initialise it with "
             "torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), or leave that to autopar.parallelize"
         )
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _end() -> None:
+    """End the group that was started here, unless the user has: threads of gloo may abort a process that exits beside
+    them.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()

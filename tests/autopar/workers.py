@@ -105,7 +105,12 @@ class Spectral(nn.Module):
     def __init__(self, dropout: float):
         super().__init__()
         self.bags, self.layer = nn.EmbeddingBag(VOCAB, 8, mode="mean", padding_idx=0), nn.Linear(8, 8)
-        self.filter = nn.Parameter(torch.randn(4, dtype=torch.cfloat))
+        self.filter = nn.Parameter(torch.empty(4, dtype=torch.cfloat))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.filter.copy_(torch.linspace(0.5, 2, 4) * (1 - 0.5j))
 
     def forward(self, ids: Tensor) -> Tensor:
         spectrum = torch.fft.rfft(checkpoint(self.layer, self.bags(ids), use_reentrant=True))

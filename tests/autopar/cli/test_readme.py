@@ -42,7 +42,7 @@ def test_the_example_plans_and_trains(tmp_path: Path) -> None:
     preload = ("torch", "transformers.models.gpt2.modeling_gpt2", "tests.autopar.cli.test_readme")
     with LocalProcesses(4, preload) as processes:
         losses = processes.run(run, str(tmp_path), TRAIN, ranks=2)
-        assert losses[0] == losses[1] and len(losses[0].splitlines()) == 8
+        assert len(losses[0].splitlines()) == 8 and not losses[1]
         (said,) = processes.run(run, str(tmp_path), PLAN, ranks=1)
         assert "GPT2LMHeadModel" in said and "next best" in said
         assert (tmp_path / "plan.json").exists() and (tmp_path / "plan.html").exists()

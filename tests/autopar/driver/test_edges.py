@@ -176,6 +176,8 @@ def test_more_positions_than_a_table_has():
         ({"pin": ["data"]}, PinError, "a dict of decisions"),
         ({"pin": "data=2"}, PinError, "a dict of decisions"),
         ({"fold": "of"}, InputError, "'graph'"),
+        ({"loss_fn": "mse"}, InputError, "loss_fn is 'mse'; give a function"),
+        ({"loss_fn": lambda outputs, batch: batch["target"]}, InputError, r"^loss_fn fails.*\n.*\n.*'target'"),
         ({"time_limit_s": float("nan")}, InputError, "more than 0"),
         ({"time_limit_s": -1}, InputError, "more than 0"),
         ({"max_axes": 4}, InputError, "max_axes is 4; give how many axes"),
