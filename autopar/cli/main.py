@@ -100,8 +100,8 @@ def _main(
 def plan(
     model: Model,
     cluster: ClusterOption,
-    batch: Annotated[int, typer.Option(min=1, help=BATCH)] = 8,
-    seq: Annotated[int, typer.Option(min=1, help=SEQUENCE)] = 512,
+    batch: Annotated[int | None, typer.Option(min=1, help=BATCH, show_default="8")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help=SEQUENCE, show_default="512")] = None,
     inputs: Inputs = None,
     dtype: DType = None,
     pin: Pins = None,
@@ -136,7 +136,7 @@ def plan(
         from autopar.cli import model_loading
         from autopar.driver.plan import plan
 
-        loaded = model_loading.load(name, batch, seq, forms, dtype=cast)
+        loaded = model_loading.load(name, batch, seq, forms, (8, 512), dtype=cast)
         warnings.simplefilter("ignore", PlanWarning)  # the report begins with the same
         found = plan(
             loaded.model,
@@ -215,7 +215,7 @@ def verify(
         from autopar.verification.verify import verify as check
 
         planned = what if isinstance(what, Plan) and batch is None and seq is None else None
-        loaded = model_loading.load(name, batch or 8, seq or 32, forms, real=True, planned=planned, dtype=cast)
+        loaded = model_loading.load(name, batch, seq, forms, (8, 32), real=True, planned=planned, dtype=cast)
         say("checking types, then values on every rank")
         result = check(loaded.model, what, example_kwargs=loaded.inputs, pin=pins, time_limit_s=time_limit)
     typer.echo(str(result))

@@ -33,9 +33,10 @@ class Named:
 
 def load(
     named: Made | Configured,
-    batch: int,
-    sequence: int,
+    batch: int | None,
+    sequence: int | None,
     forms: Mapping[str, Form],
+    default: tuple[int, int],
     real: bool = False,
     planned: Plan | None = None,
     dtype: str | None = None,
@@ -45,28 +46,44 @@ def load(
     Args:
         batch, sequence: sizes of the global batch, for Transformers models whose inputs are not given.
         forms: of the inputs that are; they win over all others.
+        default: what ``batch`` and ``sequence`` are where they are left out.
         planned: a plan of the model; its inputs take the place of ``batch`` and ``sequence``.
         dtype: of the parameters, and of what floats of inputs whose dtype nobody says; ``None``: as the model is made.
         real: build a configured model on the CPU if it is small, rather than on the meta device.
 
     Raises:
-        InputError: no such module, function or class, or what it returns is no model.
+        InputError: no such module, function or class, what it returns is no model, or sizes are given of inputs that
+            are given as well.
     """
+    sizes = (batch or default[0], sequence or default[1])
     given = {name: zeros(form.shape, form.dtype) for name, form in forms.items()} or None
 
     def like_planned(model: nn.Module) -> dict[str, Tensor]:
-        return (planned_inputs(planned) if planned else {}) or _cast(transformers_inputs(model, batch, sequence), dtype)
+        return (planned_inputs(planned) if planned else {}) or _cast(transformers_inputs(model, *sizes), dtype)
 
     if isinstance(named, Configured):
         dtype = named.dtype
         with _quiet():
             model = _configured(named, real)
+        _check_sizes(batch, sequence, "--input", given)
         return Named(model, given or like_planned(model))
     model, own = _returned(named)
     model, own = model if dtype is None else model.to(getattr(torch, dtype)), own and _cast(own, dtype)
+    _check_sizes(batch, sequence, f"{named} or --input", given or own)
     if given is None and own is None and hasattr(model, "config"):
         own = like_planned(model)
     return Named(model, given or own)
+
+
+def _check_sizes(batch: int | None, sequence: int | None, where: str, inputs: Mapping[str, Any] | None) -> None:
+    """Refuse sizes that would have no effect."""
+    options = [name for name, size in (("--batch", batch), ("--seq", sequence)) if size is not None]
+    if options and inputs:
+        has = ", ".join(f"{name} {'x'.join(map(str, t.shape))}" for name, t in inputs.items() if isinstance(t, Tensor))
+        raise InputError(
+            f"{' and '.join(options)} would have no effect, since {where} gives the inputs ({has}): leave it out, or "
+            "change them there"
+        )
 
 
 def _cast(inputs: dict[str, Any], dtype: str | None) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def test_a_model_that_fails_on_its_inputs_fails_in_its_own_words(
 def test_a_loss_that_misses_an_entry_of_the_batch_is_shown_with_its_line() -> None:
     error, text = message(nn.Linear(8, 8), None, {"input": X}, lambda outputs, batch: (outputs - batch["target"]).sum())
     assert isinstance(error, InputError)
-    for part in ["Linear fails", "KeyError: 'target'", "test_export_errors.py:", 'batch["target"]']:
+    for part in ["loss_fn fails", "KeyError: 'target'", "test_export_errors.py:", 'batch["target"]']:
         assert part in text
 
 
