@@ -213,6 +213,7 @@ WRONG: list[tuple[Sequence[str], str]] = [
     (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "layers=a"), "pin 'layers' maps a module path"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "data=3"), "pinned data 3, but 'local' has 4 devices"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--gap", "2"), "gap is 2.0; give the part of a step"),
+    (("plan", f"{HERE}:small", "-c", "local:4", "--batch", "3"), "--batch would have no effect"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--input", "x=4:floaty"), "is not NAME="),
     (("plan", ".nowhere:f", "-c", "local:4"), "cannot import '.nowhere'"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--input", "x=axb"), "is not NAME="),
