@@ -127,14 +127,28 @@ class ProgramMaker:
         """Raise :class:`planner.base.errors.PlanError` if the plan has no further programs."""
         check_may_have_further(self.plan)
 
+    def check_alike(self, inputs: str, training: bool) -> None:
+        """Compare with the inputs that all other ranks are to have a program for.
+
+        Raises:
+            PlanError: they differ, on every rank; or others have a program for what they were given, and did not come
+                before the process group's timeout.
+        """
+        try:
+            check_alike({"input": inputs, "mode": "train" if training else "eval"})
+        except RuntimeError as error:  # as torch says that others did not come
+            raise PlanError(
+                f"there is no program for inputs {inputs} yet, and some ranks did not come to make one: they have "
+                "inputs of another form, or have gone; give every rank the same global batch"
+            ) from error
+
     @on_one_stack
     @no_garbage()
     def __call__(
         self, module: ParallelModule, call: FlatCall, signature: Signature, mesh: Mesh, layouts: Mapping[str, Layout]
     ) -> Emitted:
-        """Capture on every rank, plan on rank 0, emit on every rank; ranks must have inputs of one form."""
+        """Capture on every rank, plan on rank 0, emit on every rank."""
         start, (model,) = time.monotonic(), module._original
-        _check_alike(signature)
         say(self.progress, f"capturing {type(model).__name__} for inputs {signature}")
         args, kwargs = _examples(call, signature)
         loss_fn = _loss_fn_for(model, self.plan, self.loss_fn, kwargs)
@@ -172,22 +186,6 @@ class ProgramMaker:
             f"planned a further program for inputs {signature}{without}{mode} in {seconds:.1f} s: "
             f"{in_seconds(plan.predicted.step_time_s)} a step{slower}"
         )
-
-
-def _check_alike(signature: Signature) -> None:
-    """Compare with the forms that all other ranks are to have a program for.
-
-    Raises:
-        PlanError: they differ, on every rank; or others have a program for what they were given, and did not come
-            before the process group's timeout.
-    """
-    try:
-        check_alike({"input": str(signature), "mode": "train" if signature.training else "eval"})
-    except RuntimeError as error:  # as torch says that others did not come
-        raise PlanError(
-            f"there is no program for inputs {signature} yet, and some ranks did not come to make one: they have "
-            "inputs of another form, or have gone; give every rank the same global batch"
-        ) from error
 
 
 def _examples(call: FlatCall, signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -142,6 +142,11 @@ def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
     same("loss of unmarked parts", pmodel(**parts)["loss"], model(**small)["loss"])
     with pytest.raises(InputError, match=r"'ids' has shape \(3, 12\) on this rank.*of 6 rows over 2 ranks, or a batch"):
         pmodel(**batch_of(3))
+    uneven = {name: value.tensor_split(2)[rank].clone() for name, value in batch_of(5).items()}
+    with pytest.raises(PlanError, match=r"rank 0 has own parts that may be .*, rank 1 has ids 4x10 int64") as raised:
+        pmodel(**{name: value[:, :10] for name, value in uneven.items()})
+    if rank == 0:
+        assert "(3, 10) on this rank, which may be its part of 6 rows over 2" in str(raised.value.__context__)
 
     copied = copy.deepcopy(pmodel)
     with torch.no_grad():

@@ -25,7 +25,7 @@ from autopar.runtime.spmd.signature import (
     marked,
     named_inputs,
 )
-from planner.base.errors import InputError
+from planner.base.errors import InputError, PlanError
 from planner.formulation.constraints.stored_layouts import PlannedInputs, Shape
 from planner.ir.layout import Layout, Mesh, local_shape
 
@@ -49,10 +49,18 @@ class Maker(Protocol):
     def check(self) -> None:
         """Raise :class:`planner.base.errors.PlanError` if the plan has no further programs."""
 
+    def check_alike(self, inputs: str, training: bool) -> None:
+        """Raise :class:`planner.base.errors.PlanError` on all ranks if these words differ between them; a collective.
+
+        Args:
+            inputs: the signature that the rank needs a program for, or why it has none.
+            training: the module's mode.
+        """
+
     def __call__(
         self, module: Any, call: FlatCall, signature: Signature, mesh: Mesh, layouts: Mapping[str, Layout]
     ) -> Emitted:
-        """The program for a signature.
+        """The program for a signature that all ranks have.
 
         Args:
             module: the parallel module.
@@ -88,8 +96,7 @@ class Programs:
         parts = {n: v for n, v in zip(call.names, call.values, strict=True) if isinstance(v, Tensor)}
         shapes = {name: marked(part) for name, part in parts.items()}
         if None in shapes.values():
-            planned = self._planned_shapes(parts, shapes, mesh)
-            shapes = planned or {name: shape or self._inferred(name, parts[name]) for name, shape in shapes.items()}
+            shapes = self._planned_shapes(parts, shapes, mesh) or self._inferred_shapes(parts, shapes, module.training)
         signature = call.signature(
             {name: shape for name, shape in shapes.items() if shape is not None}, module.training
         )
@@ -127,6 +134,7 @@ class Programs:
     def _make(self, module: Any, call: FlatCall, signature: Signature) -> Emitted:
         assert self.maker is not None
         self.maker.check()
+        self.maker.check_alike(str(signature), signature.training)
         mesh, layouts = self._layouts(signature.shapes)
         made = self.maker(module, call, signature, mesh, layouts)
         self._made[signature] = made
@@ -154,6 +162,24 @@ class Programs:
                 return None
             found[name] = leaf.shape
         return found
+
+    def _inferred_shapes(
+        self, parts: Mapping[str, Tensor], shapes: Mapping[str, Shape | None], training: bool
+    ) -> dict[str, Shape | None]:
+        """The global shapes, of parts without a mark by what :meth:`_inferred` says.
+
+        A rank that cannot tell says so where others, whose parts may have other sizes, come to make a program.
+        """
+        assert self.maker is not None
+        try:
+            return {name: shape or self._inferred(name, parts[name]) for name, shape in shapes.items()}
+        except InputError as error:
+            try:
+                self.maker.check()
+            except PlanError:
+                raise error from None  # nobody comes
+            self.maker.check_alike("own parts that may be of several global batches", training)
+            raise
 
     def _inferred(self, name: str, part: Tensor) -> Shape:
         """The global shape of a part that ``shard`` did not make, cut as planned."""
