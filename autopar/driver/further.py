@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -15,11 +14,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.capture.capture import LossFn, accepted_names
-from autopar.driver.arguments import Progress, given_plan, say
+from autopar.driver.arguments import Progress, given_plan, say, warn
 from autopar.driver.plan import assign, staged
 from autopar.driver.rank_agreement import check_alike, planned_on_rank_0, traced_alike
 from autopar.driver.trace import Traced, trace
@@ -37,7 +35,6 @@ from planner.plan.further import check_may_have_further, further_plan, planned_i
 from planner.plan.further_stages import Homes, homes
 from planner.plan.plan import Plan
 
-LOGGER = logging.getLogger("autopar")
 Modes = Mapping[str, bool]
 """Path of a module -> whether it is in train mode."""
 
@@ -162,8 +159,7 @@ class ProgramMaker:
         if micro_batched is not None:
             micro_batched = replace(micro_batched, pipeline=module.pipeline)
         made = further(module, traced.captured, assignment, micro_batched)
-        if dist.get_rank() == 0:
-            LOGGER.warning("%s", self._said(module, signature, plan, layouts, time.monotonic() - start))
+        warn([self._said(module, signature, plan, layouts, time.monotonic() - start)])
         return made
 
     def _said(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import autopar
 from autopar.runtime.module import ParallelModule
-from planner.base.errors import AutoparError, InputError, PlanError
+from planner.base.errors import AutoparError, InputError, PlanError, PlanWarning
 from planner.plan.plan import Plan
 from tests.autopar.workers import cluster_of, same, same_gradients, same_own_gradients, same_state
 
@@ -162,6 +163,22 @@ def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
     expected = (RuntimeError, "") if rank == 0 else (PlanError, "ids 2x12 .* yet, and some ranks did not come")
     with pytest.raises(expected[0], match=expected[1]):
         pmodel(**pmodel.shard(batch_of(4 if rank == 0 else 2)))
+
+
+def warns_of_programs(document: Mapping[str, Any]) -> None:
+    """Of each once, on rank 0."""
+    pmodel = parallel(tiny(), document, batch_of())
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("default")
+        for length in [*range(2, 12), 2]:
+            pmodel(**pmodel.shard(batch_of(2, length)))
+    said = [str(each.message) for each in caught if each.category is PlanWarning]
+    if dist.get_rank():
+        assert not said
+        return
+    for length in range(2, 12):
+        start = f"planned a further program for inputs ids 2x{length} int64, labels 2x{length} int64 in "
+        assert sum(text.startswith(start) for text in said) == 1
 
 
 class Normed(nn.Module):
