@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ from autopar.emit.build import further
 from autopar.graph.cpython import no_garbage, on_one_stack
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.programs import Emitted
-from autopar.runtime.spmd.signature import FlatCall, Signature, TensorForm, named_inputs
+from autopar.runtime.spmd.signature import FlatCall, Signature, Static, TensorForm, named_inputs
 from planner.base.errors import PlanError
 from planner.base.formatting import in_seconds
 from planner.formulation.constraints.stored_layouts import PlannedInputs, StoredLayouts
@@ -35,6 +35,8 @@ from planner.plan.further import check_may_have_further, further_plan, planned_i
 from planner.plan.further_stages import Homes, homes
 from planner.plan.plan import Plan
 
+MANY = 8
+"""The number of further programs that is warned of: they are kept, and nothing bounds how many."""
 Modes = Mapping[str, bool]
 """Path of a module -> whether it is in train mode."""
 
@@ -142,7 +144,13 @@ class ProgramMaker:
     @on_one_stack
     @no_garbage()
     def __call__(
-        self, module: ParallelModule, call: FlatCall, signature: Signature, mesh: Mesh, layouts: Mapping[str, Layout]
+        self,
+        module: ParallelModule,
+        call: FlatCall,
+        signature: Signature,
+        mesh: Mesh,
+        layouts: Mapping[str, Layout],
+        earlier: Collection[Signature],
     ) -> Emitted:
         """Capture on every rank, plan on rank 0, emit on every rank."""
         start, (model,) = time.monotonic(), module._original
@@ -160,6 +168,8 @@ class ProgramMaker:
             micro_batched = replace(micro_batched, pipeline=module.pipeline)
         made = further(module, traced.captured, assignment, micro_batched)
         warn([self._said(module, signature, plan, layouts, time.monotonic() - start)])
+        if len(earlier) == MANY:  # with the planned one
+            warn([_many([*earlier, signature])])
         return made
 
     def _said(
@@ -182,6 +192,25 @@ class ProgramMaker:
             f"planned a further program for inputs {signature}{without}{mode} in {seconds:.1f} s: "
             f"{in_seconds(plan.predicted.step_time_s)} a step{slower}"
         )
+
+
+def _many(signatures: Collection[Signature]) -> str:
+    """Which inputs have the most forms in these signatures, the planned one among them, and what to do."""
+    found: dict[str, set[TensorForm | Static]] = {}
+    for signature in signatures:
+        for name, form in signature.inputs:
+            found.setdefault(name, set()).add(form)
+    most = max(len(forms) for forms in found.values())
+    varying = [name for name, forms in found.items() if len(forms) == most]
+    numbers = [name for name in varying if any(isinstance(form, Static) for form in found[name])]
+    ways = [
+        f"give {', '.join(numbers)} as a tensor, torch.as_tensor(value)" if numbers else "",
+        "pad batches to a few sizes" if len(numbers) < len(varying) else "",
+    ]
+    return (
+        f"{len(signatures) - 1} further programs were planned so far, all of which are kept: {', '.join(varying)} came "
+        f"in {most} forms, and each new one takes a capture and a plan; {', and '.join(filter(None, ways))}"
+    )
 
 
 def _examples(call: FlatCall, signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -166,7 +166,7 @@ def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
 
 
 def warns_of_programs(document: Mapping[str, Any]) -> None:
-    """Of each once, on rank 0."""
+    """Of each once, and once of how many there are, on rank 0."""
     pmodel = parallel(tiny(), document, batch_of())
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("default")
@@ -179,6 +179,12 @@ def warns_of_programs(document: Mapping[str, Any]) -> None:
     for length in range(2, 12):
         start = f"planned a further program for inputs ids 2x{length} int64, labels 2x{length} int64 in "
         assert sum(text.startswith(start) for text in said) == 1
+    many = [text for text in said if "planned a further" not in text]
+    assert many == [
+        "8 further programs were planned so far, all of which are kept: ids, labels came in 9 forms, and each new one "
+        "takes a capture and a plan; pad batches to a few sizes"
+    ]
+    assert said.index(many[0]) == 8
 
 
 class Normed(nn.Module):

@@ -6,7 +6,7 @@ A program is static. What inputs of another form need is another program over th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -58,7 +58,13 @@ class Maker(Protocol):
         """
 
     def __call__(
-        self, module: Any, call: FlatCall, signature: Signature, mesh: Mesh, layouts: Mapping[str, Layout]
+        self,
+        module: Any,
+        call: FlatCall,
+        signature: Signature,
+        mesh: Mesh,
+        layouts: Mapping[str, Layout],
+        earlier: Collection[Signature],
     ) -> Emitted:
         """The program for a signature that all ranks have.
 
@@ -67,6 +73,7 @@ class Maker(Protocol):
             call: a call of that form, whose values are not looked at.
             mesh: with the program's micro-batches.
             layouts: of the inputs, by name.
+            earlier: signatures that have a program.
         """
 
 
@@ -136,7 +143,7 @@ class Programs:
         self.maker.check()
         self.maker.check_alike(str(signature), signature.training)
         mesh, layouts = self._layouts(signature.shapes)
-        made = self.maker(module, call, signature, mesh, layouts)
+        made = self.maker(module, call, signature, mesh, layouts, self._made)
         self._made[signature] = made
         return made
 
