@@ -6,20 +6,18 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.capture.capture import LossFn, accepted_names
-from autopar.driver.arguments import Progress, given_plan, say
+from autopar.driver.arguments import Progress, given_plan, say, warn
 from autopar.driver.plan import assign, staged
 from autopar.driver.rank_agreement import check_alike, planned_on_rank_0, traced_alike
 from autopar.driver.trace import Traced, trace
@@ -27,7 +25,7 @@ from autopar.emit.build import further
 from autopar.graph.cpython import no_garbage, on_one_stack
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.programs import Emitted
-from autopar.runtime.spmd.signature import FlatCall, Signature, TensorForm, named_inputs
+from autopar.runtime.spmd.signature import FlatCall, Signature, Static, TensorForm, named_inputs
 from planner.base.errors import PlanError
 from planner.base.formatting import in_seconds
 from planner.formulation.constraints.stored_layouts import PlannedInputs, StoredLayouts
@@ -37,7 +35,8 @@ from planner.plan.further import check_may_have_further, further_plan, planned_i
 from planner.plan.further_stages import Homes, homes
 from planner.plan.plan import Plan
 
-LOGGER = logging.getLogger("autopar")
+MANY = 8
+"""The number of further programs that is warned of: they are kept, and nothing bounds how many."""
 
 
 @on_one_stack
@@ -152,14 +151,34 @@ class ProgramMaker:
         """Raise :class:`planner.base.errors.PlanError` if the plan has no further programs."""
         check_may_have_further(self.plan)
 
+    def check_alike(self, inputs: str, training: bool) -> None:
+        """Compare with the inputs that all other ranks are to have a program for.
+
+        Raises:
+            PlanError: they differ, on every rank; or others have a program for what they were given, and did not come
+                before the process group's timeout.
+        """
+        try:
+            check_alike({"input": inputs, "mode": "train" if training else "eval"})
+        except RuntimeError as error:  # as torch says that others did not come
+            raise PlanError(
+                f"there is no program for inputs {inputs} yet, and some ranks did not come to make one: they have "
+                "inputs of another form, or have gone; give every rank the same global batch"
+            ) from error
+
     @on_one_stack
     @no_garbage()
     def __call__(
-        self, module: ParallelModule, call: FlatCall, signature: Signature, mesh: Mesh, layouts: Mapping[str, Layout]
+        self,
+        module: ParallelModule,
+        call: FlatCall,
+        signature: Signature,
+        mesh: Mesh,
+        layouts: Mapping[str, Layout],
+        earlier: Collection[Signature],
     ) -> Emitted:
-        """Capture on every rank, plan on rank 0, emit on every rank; ranks must have inputs of one form."""
+        """Capture on every rank, plan on rank 0, emit on every rank."""
         start, (model,) = time.monotonic(), module._original
-        _check_alike(signature)
         say(self.progress, f"capturing {type(model).__name__} for inputs {signature}")
         args, kwargs = _examples(call, signature)
         loss_fn = _loss_fn_for(model, self.plan, self.loss_fn, kwargs)
@@ -173,8 +192,9 @@ class ProgramMaker:
         if micro_batched is not None:
             micro_batched = replace(micro_batched, pipeline=module.pipeline)
         made = further(module, traced.captured, assignment, micro_batched)
-        if dist.get_rank() == 0:
-            LOGGER.warning("%s", self._said(module, signature, plan, layouts, time.monotonic() - start))
+        warn([self._said(module, signature, plan, layouts, time.monotonic() - start)])
+        if len(earlier) == MANY:  # with the planned one
+            warn([_many([*earlier, signature])])
         return made
 
     def _said(
@@ -199,20 +219,23 @@ class ProgramMaker:
         )
 
 
-def _check_alike(signature: Signature) -> None:
-    """Compare with the forms that all other ranks are to have a program for.
-
-    Raises:
-        PlanError: they differ, on every rank; or others have a program for what they were given, and did not come
-            before the process group's timeout.
-    """
-    try:
-        check_alike({"input": str(signature), "mode": "train" if signature.training else "eval"})
-    except RuntimeError as error:  # as torch says that others did not come
-        raise PlanError(
-            f"there is no program for inputs {signature} yet, and some ranks did not come to make one: they have "
-            "inputs of another form, or have gone; give every rank the same global batch"
-        ) from error
+def _many(signatures: Collection[Signature]) -> str:
+    """Which inputs have the most forms in these signatures, the planned one among them, and what to do."""
+    found: dict[str, set[TensorForm | Static]] = {}
+    for signature in signatures:
+        for name, form in signature.inputs:
+            found.setdefault(name, set()).add(form)
+    most = max(len(forms) for forms in found.values())
+    varying = [name for name, forms in found.items() if len(forms) == most]
+    numbers = [name for name in varying if any(isinstance(form, Static) for form in found[name])]
+    ways = [
+        f"give {', '.join(numbers)} as a tensor, torch.as_tensor(value)" if numbers else "",
+        "pad batches to a few sizes" if len(numbers) < len(varying) else "",
+    ]
+    return (
+        f"{len(signatures) - 1} further programs were planned so far, all of which are kept: {', '.join(varying)} came "
+        f"in {most} forms, and each new one takes a capture and a plan; {', and '.join(filter(None, ways))}"
+    )
 
 
 def _examples(call: FlatCall, signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import autopar
 from autopar.runtime.module import ParallelModule
-from planner.base.errors import AutoparError, InputError, PlanError
+from planner.base.errors import AutoparError, InputError, PlanError, PlanWarning
 from planner.plan.plan import Plan
 from tests.autopar.workers import cluster_of, same, same_gradients, same_own_gradients, same_state
 
@@ -164,6 +165,28 @@ def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
     expected = (RuntimeError, "") if rank == 0 else (PlanError, "ids 2x12 .* yet, and some ranks did not come")
     with pytest.raises(expected[0], match=expected[1]):
         pmodel(**pmodel.shard(batch_of(4 if rank == 0 else 2)))
+
+
+def warns_of_programs(document: Mapping[str, Any]) -> None:
+    """Of each once, and once of how many there are, on rank 0."""
+    pmodel = parallel(tiny(), document, batch_of())
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("default")
+        for length in [*range(2, 12), 2]:
+            pmodel(**pmodel.shard(batch_of(2, length)))
+    said = [str(each.message) for each in caught if each.category is PlanWarning]
+    if dist.get_rank():
+        assert not said
+        return
+    for length in range(2, 12):
+        start = f"planned a further program for inputs ids 2x{length} int64, labels 2x{length} int64 in "
+        assert sum(text.startswith(start) for text in said) == 1
+    many = [text for text in said if "planned a further" not in text]
+    assert many == [
+        "8 further programs were planned so far, all of which are kept: ids, labels came in 9 forms, and each new one "
+        "takes a capture and a plan; pad batches to a few sizes"
+    ]
+    assert said.index(many[0]) == 8
 
 
 class Normed(nn.Module):

@@ -25,8 +25,10 @@ from planner.ir.layout import Mesh, Shard
 VARIABLE = "AUTOPAR_CHECK_DATA"
 """``1``: every call is checked; ``0``: none; unset: the first :data:`CALLS`."""
 CALLS = 3
-KNUTH = 2654435761
-"""The multiplier of Knuth's multiplicative hashing (The Art of Computer Programming, 6.4)."""
+GOLDEN = -0x61C8864680B583EB
+"""2**64 over the golden ratio, as a signed number: the step of the generator SplitMix64 (Steele, Lea, Flood, 2014)."""
+MIXERS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+"""Its two multipliers."""
 
 
 def calls_to_check() -> float:
@@ -126,14 +128,28 @@ def checksum(value: Tensor, at_once: int = 2**20) -> Tensor:
         at_once: so many elements are summed at a time.
     """
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    flat = value.detach().reshape(-1)
+    flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for number, piece in enumerate(flat.view(width[flat.element_size()]).split(at_once)):
         place = torch.arange(number * at_once, number * at_once + len(piece), device=value.device)
-        # Odd weights, another at every place, so that no single change is lost; sums are modulo 2**64.
-        total += ((place * 2 * KNUTH + 1) * piece).sum()
+        total += _mixed(place.mul_(GOLDEN).add_(piece)).sum()
     return total
+
+
+def _mixed(value: Tensor) -> Tensor:
+    """SplitMix64's output function in place, modulo 2**64: one to one, so that no single change is lost; not linear.
+
+    A sum of linear terms would miss rearrangements: ``[1, 0, 0, 1]`` and ``[0, 1, 1, 0]``.
+    """
+    for shift, mixer in zip((30, 27), MIXERS, strict=True):
+        value.bitwise_xor_(_shifted(value, shift)).mul_(mixer)
+    return value.bitwise_xor_(_shifted(value, 31))
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """Shifted right, with zeros from the left; torch itself repeats the sign."""
+    return (value >> bits).bitwise_and_(2 ** (64 - bits) - 1)
 
 
 def _listed(ranks: Sequence[int], shown: int = 8) -> str:

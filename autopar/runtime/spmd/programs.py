@@ -6,7 +6,7 @@ A program is static. What inputs of another form need is another program over th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -49,16 +49,31 @@ class Maker(Protocol):
     def check(self) -> None:
         """Raise :class:`planner.base.errors.PlanError` if the plan has no further programs."""
 
+    def check_alike(self, inputs: str, training: bool) -> None:
+        """Raise :class:`planner.base.errors.PlanError` on all ranks if these words differ between them; a collective.
+
+        Args:
+            inputs: the signature that the rank needs a program for.
+            training: the module's mode.
+        """
+
     def __call__(
-        self, module: Any, call: FlatCall, signature: Signature, mesh: Mesh, layouts: Mapping[str, Layout]
+        self,
+        module: Any,
+        call: FlatCall,
+        signature: Signature,
+        mesh: Mesh,
+        layouts: Mapping[str, Layout],
+        earlier: Collection[Signature],
     ) -> Emitted:
-        """The program for a signature.
+        """The program for a signature that all ranks have.
 
         Args:
             module: the parallel module.
             call: a call of that form, whose values are not looked at.
             mesh: with the program's micro-batches.
             layouts: of the inputs, by name.
+            earlier: signatures that have a program.
         """
 
 
@@ -127,8 +142,9 @@ class Programs:
     def _make(self, module: Any, call: FlatCall, signature: Signature) -> Emitted:
         assert self.maker is not None
         self.maker.check()
+        self.maker.check_alike(str(signature), signature.training)
         mesh, layouts = self._layouts(signature.shapes)
-        made = self.maker(module, call, signature, mesh, layouts)
+        made = self.maker(module, call, signature, mesh, layouts, self._made)
         self._made[signature] = made
         return made
 

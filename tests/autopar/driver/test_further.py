@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import autopar
+from autopar.driver.further import _many
 from autopar.driver.plan import assign, staged
 from autopar.driver.trace import trace
+from autopar.runtime.spmd.signature import flat_call
 from autopar.verification.float64 import exact
 from autopar.verification.typecheck import typecheck
 from planner.base.errors import InfeasibleError, InputError
@@ -42,6 +45,16 @@ def test_a_further_program_that_does_not_fit_says_by_how_much() -> None:
     with pytest.raises(InfeasibleError, match=r"beside what is stored as planned: .* too many .*drop_last") as caught:
         autopar.plan_inputs(model, plan, example_kwargs=batch_of(999))
     assert caught.value.excess_bytes > 0
+
+
+def test_many_programs_are_told_by_the_inputs_that_vary() -> None:
+    ids = torch.zeros(4, 12, dtype=torch.int64)
+    calls = [{"ids": ids, "scale": number / 2, "use_cache": number > 4} for number in range(9)]
+    signatures = [flat_call((), call).signature({"ids": (4, 12)}, True) for call in calls]
+    assert _many(signatures) == (
+        "8 further programs were planned so far, all of which are kept: scale came in 9 forms, and each new one takes "
+        "a capture and a plan; give scale as a tensor, torch.as_tensor(value)"
+    )
 
 
 def test_a_model_that_was_changed_is_refused() -> None:

@@ -244,6 +244,43 @@ def test_a_checksum_depends_on_every_element_and_its_place(dtype: torch.dtype) -
     assert len(seen) == 62
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_checksum_tells_every_order_of_two_values(dtype: torch.dtype) -> None:
+    one, two = torch.tensor([1, 0 if dtype == torch.bool else 2]).to(dtype)
+    orders = [torch.stack(order) for order in itertools.product((one, two), repeat=10)]
+    assert len({checksum(order).item() for order in orders}) == 2**10
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("distance", [1, 2048, 65536])
+def test_a_checksum_sees_two_values_swapped(dtype: torch.dtype, distance: int) -> None:
+    value = torch.zeros(distance + 16).to(dtype)
+    value[:8] = torch.tensor([1, 2, 0, 1, -1 % 256, 3, 2, 1]).to(dtype)
+    value[distance + 8 :] = value[:8].flip(0)
+    seen, swaps = {checksum(value).item()}, 0
+    for at in range(16):
+        there = at + distance
+        if there < len(value) and value[at] != value[there]:
+            other = value.clone()
+            other[at], other[there] = value[there], value[at]
+            seen.add(checksum(other).item())
+            swaps += 1
+    assert swaps >= 2 and len(seen) == swaps + 1
+
+
+def test_a_checksum_sees_rows_of_one_hot_permuted_and_samples_mirrored() -> None:
+    rows = torch.eye(5)
+    assert len({checksum(rows[list(order)]).item() for order in itertools.permutations(range(5))}) == 120
+    assert checksum(torch.tensor([5, 3, 3, 5])).item() != checksum(torch.tensor([3, 5, 5, 3])).item()
+
+
+def test_a_checksum_is_of_the_values_that_a_conjugate_view_shows() -> None:
+    value = torch.complex(torch.arange(6.0), torch.arange(6.0) - 2)
+    conjugate = value.conj()
+    assert checksum(conjugate).item() == checksum(conjugate.resolve_conj()).item() != checksum(value).item()
+    assert checksum(conjugate.imag).item() == checksum(conjugate.imag.resolve_neg()).item()
+
+
 @pytest.mark.parametrize("setting, calls", [("", CALLS), ("0", 0), ("1", math.inf)])
 def test_the_environment_says_how_many_calls_are_checked(
     monkeypatch: pytest.MonkeyPatch, setting: str, calls: float

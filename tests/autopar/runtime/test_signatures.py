@@ -25,6 +25,7 @@ from tests.autopar.other_forms import (
     tiny,
     trains_and_evaluates,
     trains_what_was_planned_to_evaluate,
+    warns_of_programs,
 )
 from tests.autopar.workers import cluster_of
 
@@ -57,6 +58,10 @@ def test_steps_of_all_forms_are_the_originals(
 
 def test_other_forms_are_refused_together(pool: LocalProcesses) -> None:
     pool.run(refuses_and_goes_on, plan_of({"data": 2}, 2), ranks=2)
+
+
+def test_every_further_program_is_warned_of(pool: LocalProcesses) -> None:
+    pool.run(warns_of_programs, plan_of({"data": 2}, 2), ranks=2)
 
 
 def test_batch_norm_has_the_mode_that_it_is_in(pool: LocalProcesses) -> None:
