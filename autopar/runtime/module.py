@@ -44,7 +44,7 @@ from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from autopar.runtime.spmd.pretrained import save_pretrained
 from autopar.runtime.spmd.programs import Emitted, Maker, Programs
 from autopar.runtime.spmd.run_state import RunState
-from autopar.runtime.spmd.signature import Signature, flat_call
+from autopar.runtime.spmd.signature import Signature
 from autopar.runtime.spmd.state_dict import on_all_stages, part_like, whole_tensors
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import sizes_text
@@ -312,7 +312,7 @@ class ParallelModule(Fronts):
         if self._programs.maker is None:
             return self.interface.shard(batch, self.mesh, self.rank, self._device)
         is_named = isinstance(batch, Mapping)
-        call = flat_call((), dict(batch)) if is_named else flat_call(tuple(batch), {})
+        call = self._programs.call_of((), dict(batch)) if is_named else self._programs.call_of(tuple(batch), {})
         args, kwargs = call.with_values(self._programs.shard(call, self.mesh, self.rank, self._device))
         return {name: kwargs[name] for name in batch} if is_named else args
 

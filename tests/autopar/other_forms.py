@@ -141,6 +141,9 @@ def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
 
     with pytest.raises(PlanError, match=r"different inputs: rank 0 has ids 4x12 .*, rank 1 has ids 2x12"):
         pmodel(**pmodel.shard(batch_of(4 if rank == 0 else 2)))
+    for call in (pmodel, pmodel.shard):
+        with pytest.raises(InputError, match=r"by position \(1\), but the model was planned with inputs by name"):
+            call(batch["ids"]) if call is pmodel else call((batch["ids"],))
     with pytest.raises(AutoparError, match="nothing"):
         pmodel(**pmodel.shard(batch), nothing=1)
 

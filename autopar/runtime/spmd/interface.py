@@ -56,18 +56,26 @@ class Interface:
     captured_training: bool
     static_inputs: tuple[Any, ...] = ()
 
+    def check_way(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Refuse inputs by position where they were planned by name, or the other way round.
+
+        Raises:
+            InputError: says how to call.
+        """
+        expected, count = self.in_spec.child(1).context, self.in_spec.child(0).num_children
+        if args and expected and not count:
+            raise InputError(_by_name(len(args), expected))
+        if kwargs and count and not expected:
+            raise InputError(_by_position(list(kwargs), count))
+
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """A call's inputs in the order of :attr:`input_names`.
 
         Raises:
             InputError: they are not nested, named or valued as planned.
         """
+        self.check_way(args, kwargs)
         expected = self.in_spec.child(1).context
-        count = self.in_spec.child(0).num_children
-        if args and expected and not count:
-            raise InputError(_by_name(len(args), expected))
-        if kwargs and count and not expected:
-            raise InputError(_by_position(list(kwargs), count))
         missing = [name for name in expected if name not in kwargs]
         extra = [name for name in kwargs if name not in expected]
         if missing or extra:

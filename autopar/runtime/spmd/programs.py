@@ -98,8 +98,7 @@ class Programs:
         """The program that runs these parts of a global batch."""
         if self.maker is None:
             return self.planned
-        call = flat_call(args, kwargs)
-        check_values(call, self._forms)
+        call = self.call_of(args, kwargs)
         parts = {n: v for n, v in zip(call.names, call.values, strict=True) if isinstance(v, Tensor)}
         shapes = {name: marked(part) for name, part in parts.items()}
         if None in shapes.values():
@@ -110,9 +109,19 @@ class Programs:
         )
         return self._found(signature) or self._make(module, call, signature)
 
+    def call_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FlatCall:
+        """A call that some program may run.
+
+        Raises:
+            InputError: it is by position, and the plan by name, or it holds what no program takes.
+        """
+        self.planned.interface.check_way(args, kwargs)
+        call = flat_call(args, kwargs)
+        check_values(call, self._forms)
+        return call
+
     def shard(self, batch: FlatCall, mesh: Mesh, rank: int, device: torch.device) -> list[Any]:
         """This rank's parts of a global batch, in its order."""
-        check_values(batch, self._forms)
         tensors = {n: v for n, v in zip(batch.names, batch.values, strict=True) if isinstance(v, Tensor)}
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
         layouts = self._layouts(shapes)[1]
