@@ -30,10 +30,10 @@ from autopar.runtime.spmd.programs import Emitted
 from autopar.runtime.spmd.signature import FlatCall, Signature, TensorForm, named_inputs
 from planner.base.errors import PlanError
 from planner.base.formatting import in_seconds
-from planner.formulation.constraints.stored_layouts import PlannedInputs, StoredLayouts
+from planner.formulation.constraints.stored_layouts import PlannedInputs, StoredLayouts, StoredTensor
 from planner.ir.layout import Layout, Mesh, Shard
 from planner.plan.document.document import WITHOUT_GRAPH
-from planner.plan.further import check_may_have_further, further_plan, planned_inputs, stored_layouts
+from planner.plan.further import check_may_have_further, further_plan, planned_inputs, stored_tensors
 from planner.plan.further_stages import Homes, homes
 from planner.plan.plan import Plan
 
@@ -76,7 +76,7 @@ def plan_inputs(
     traced = trace(model, example_args, example_kwargs, loss_fn)
     shapes = {leaf.target: leaf.results[0].shape for leaf in traced.graph.leaves if leaf.op == "input"}
     mesh, layouts = planned_inputs(plan).cut(shapes)
-    stored = StoredLayouts({**stored_layouts(plan), **layouts})
+    stored = StoredLayouts(stored_tensors(plan), layouts)
     return further_plan(plan, traced.graph, traced.facts, mesh, stored, _homes(plan), progress)
 
 
@@ -102,7 +102,7 @@ class ProgramMaker:
         plan: that of the first program.
         loss_fn: as it was planned with.
         modes: of the model's modules, as it was planned.
-        stored: how parameters and buffers lie, by name.
+        stored: how parameters and buffers are stored, by name.
         held: what the ranks of a pipeline hold.
         progress: called with lines of text, on rank 0.
     """
@@ -110,7 +110,7 @@ class ProgramMaker:
     plan: Plan
     loss_fn: LossFn | None
     modes: Modes
-    stored: Mapping[str, Layout]
+    stored: Mapping[str, StoredTensor]
     held: Homes
     progress: Progress | None = None
 
@@ -140,7 +140,7 @@ class ProgramMaker:
         loss_fn = _loss_fn_for(model, self.plan, self.loss_fn, kwargs)
         with _in_mode(model, self.modes, signature.training):
             traced = traced_alike(model, args, kwargs, loss_fn)
-        stored = StoredLayouts({**self.stored, **_by_leaf(traced, layouts)})
+        stored = StoredLayouts(self.stored, _by_leaf(traced, layouts))
         plan = planned_on_rank_0(
             lambda: further_plan(self.plan, traced.graph, traced.facts, mesh, stored, self.held, self.progress)
         )
