@@ -30,7 +30,7 @@ from autopar.runtime.spmd.programs import Emitted
 from autopar.runtime.spmd.signature import FlatCall, Signature, TensorForm, named_inputs
 from planner.base.errors import PlanError
 from planner.base.formatting import in_seconds
-from planner.formulation.constraints.stored_layouts import PlannedInputs, StoredLayouts, StoredTensor
+from planner.formulation.constraints.stored_layouts import PlannedInputs, PlannedTensor, StoredLayouts
 from planner.ir.layout import Layout, Mesh, Shard
 from planner.plan.document.document import WITHOUT_GRAPH
 from planner.plan.further import check_may_have_further, further_plan, planned_inputs, stored_tensors
@@ -110,7 +110,7 @@ class ProgramMaker:
     plan: Plan
     loss_fn: LossFn | None
     modes: Modes
-    stored: Mapping[str, StoredTensor]
+    stored: Mapping[str, PlannedTensor]
     held: Homes
     progress: Progress | None = None
 

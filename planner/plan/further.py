@@ -18,7 +18,7 @@ from planner.base.errors import InfeasibleError, InputError, PinError, PlanError
 from planner.formulation.assignment import assignment_of
 from planner.formulation.batch_norm import may_be_by_micro_batch
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.constraints.stored_layouts import PlannedInputs, StoredLayouts, StoredTensor
+from planner.formulation.constraints.stored_layouts import PlannedInputs, PlannedTensor, StoredLayouts
 from planner.formulation.decision_names import filled
 from planner.formulation.pinned_space import pinned_space
 from planner.formulation.search_space import Space
@@ -47,7 +47,7 @@ def planned_inputs(plan: Plan) -> PlannedInputs:
     return PlannedInputs(plan.mesh, {name: parse_layout(text, axes) for name, text in plan.inputs.items()})
 
 
-def stored_tensors(plan: Plan) -> dict[str, StoredTensor]:
+def stored_tensors(plan: Plan) -> dict[str, PlannedTensor]:
     """How a plan stores every parameter and buffer, by name.
 
     Raises:
@@ -61,7 +61,7 @@ def stored_tensors(plan: Plan) -> dict[str, StoredTensor]:
             )
         leaf = plan.account.leaves[name]
         layout = over_micro_batches(parse_layout(text, len(plan.mesh.axes)), plan.mesh)
-        stored = StoredTensor(layout, leaf.shape, leaf.dtype)
+        stored = PlannedTensor(layout, leaf.shape, leaf.dtype)
         found.update(dict.fromkeys(filled(name.partition(" #")[0], leaf.stands_for), stored))
     return found
 

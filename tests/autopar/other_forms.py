@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -143,7 +144,9 @@ def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
     with pytest.raises(InputError, match=r"'ids' has shape \(3, 12\) on this rank.*of 6 rows over 2 ranks, or a batch"):
         pmodel(**batch_of(3))
 
-    copied = copy.deepcopy(pmodel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied = copy.deepcopy(pmodel)
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.mul_(0.5)
@@ -151,6 +154,9 @@ def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
     model.load_state_dict(copied.full_state_dict())
     for given in (small, batch_of(3)):
         same("loss of a copy", copied(**copied.shard(given))["loss"], model(**given)["loss"])
+    same_state(copied, model)
+    gathered = copied.gather_module()
+    assert gathered is pmodel.gather_module(), "a copy has the same original"
 
     # Rank 0 has a program for what it is given, and no way to know that rank 1 has none.
     _set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)

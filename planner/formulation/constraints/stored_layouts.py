@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class PlannedTensor:
     """A parameter or buffer as it is stored: its layout over the axes of one stage, and its whole shape and dtype."""
 
     layout: Layout
@@ -34,7 +34,7 @@ class StoredTensor:
 class StoredLayouts:
     """The parameters and buffers that are stored, and the layouts of inputs over the axes of one stage, by name."""
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, PlannedTensor]
     inputs: Mapping[str, Layout]
 
     def allow_leaf(self, mesh: Mesh) -> AllowLeaf:
@@ -93,12 +93,12 @@ class StoredLayouts:
         return None if stored is None else stored.layout
 
 
-def tensors_of(assignment: Assignment) -> dict[str, StoredTensor]:
+def tensors_of(assignment: Assignment) -> dict[str, PlannedTensor]:
     """How an assignment stores every parameter and buffer, by name."""
     found, mesh = {}, assignment.space.mesh
     for leaf in assignment.space.graph.applying("param", "buffer"):
         layout = over_micro_batches(assignment.produced(Ref(leaf.name)), mesh)
-        found[leaf.target or leaf.name] = StoredTensor(layout, leaf.results[0].shape, leaf.results[0].dtype)
+        found[leaf.target or leaf.name] = PlannedTensor(layout, leaf.results[0].shape, leaf.results[0].dtype)
     return found
 
 
@@ -129,7 +129,8 @@ class PlannedInputs:
         Args:
             shapes: of the inputs of one call, by name.
         """
-        sizes = [shape[0] for shape in shapes.values() if shape and shape[0] > 1]
+        along = {name: shape for name, shape in shapes.items() if shape and self._runs_along(name)}
+        sizes = [shape[0] for shape in (along or shapes).values() if shape and shape[0] > 1]
         mesh = self.mesh.micro_batched(self._micro_batches(math.gcd(*sizes) or 1))
         batch = next((shape[0] for name, shape in shapes.items() if self._is_cut(name) and shape), None)
         found = {}
@@ -154,6 +155,10 @@ class PlannedInputs:
         """Whether the planned input is cut on each axis for ranks."""
         layout = self.layouts[name]
         return tuple(isinstance(t, Shard) for t in layout[len(layout) - len(self._rank_sizes) :])
+
+    def _runs_along(self, name: str) -> bool:
+        """Whether the planned input runs along the batch: it is cut over ranks or into micro-batches."""
+        return name in self.layouts and any(isinstance(t, Shard) for t in self.layouts[name])
 
     def _is_cut(self, name: str) -> bool:
         return name in self.layouts and any(self._ranks_of(name))
