@@ -19,17 +19,19 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.capture.capture import LossFn, accepted_names
+from autopar.capture.held_tensors import held_tensors
 from autopar.driver.arguments import Progress, given_plan, say
 from autopar.driver.plan import assign, staged
 from autopar.driver.rank_agreement import check_alike, planned_on_rank_0, traced_alike
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import further
 from autopar.graph.cpython import no_garbage, on_one_stack
+from autopar.runtime.data.agreement import checksum
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.programs import Emitted
 from autopar.runtime.spmd.signature import FlatCall, Signature, TensorForm, named_inputs
-from planner.base.errors import PlanError
-from planner.base.formatting import in_seconds
+from planner.base.errors import InputError, PlanError
+from planner.base.formatting import in_seconds, shape_text
 from planner.formulation.constraints.stored_layouts import PlannedInputs, PlannedTensor, StoredLayouts
 from planner.ir.layout import Layout, Mesh, Shard
 from planner.plan.document.document import WITHOUT_GRAPH
@@ -40,6 +42,8 @@ from planner.plan.plan import Plan
 LOGGER = logging.getLogger("autopar")
 Modes = Mapping[str, bool]
 """Path of a module -> whether it is in train mode."""
+Values = Mapping[str, tuple[str, int]]
+"""Path of a tensor -> its dtype and shape in words, and its checksum."""
 
 
 @on_one_stack
@@ -88,6 +92,14 @@ def _homes(plan: Plan) -> Homes:
     return homes(plan.assignment.space.folded, plan.pipeline)
 
 
+def values_of(tensors: Mapping[str, torch.Tensor]) -> Values:
+    """What tells whether tensors are the same later on, without a copy of them."""
+    return {
+        name: (f"{str(each.dtype).removeprefix('torch.')} {shape_text(tuple(each.shape))}", int(checksum(each)))
+        for name, each in tensors.items()
+    }
+
+
 def modes(model: nn.Module) -> Modes:
     """Which modules are in train mode."""
     return {path: module.training for path, module in model.named_modules()}
@@ -104,6 +116,7 @@ class ProgramMaker:
         modes: of the model's modules, as it was planned.
         stored: how parameters and buffers are stored, by name.
         held: what the ranks of a pipeline hold.
+        constants: the tensors besides that modules hold and that the first program was made with.
         progress: called with lines of text, on rank 0.
     """
 
@@ -112,6 +125,7 @@ class ProgramMaker:
     modes: Modes
     stored: Mapping[str, PlannedTensor]
     held: Homes
+    constants: Values
     progress: Progress | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProgramMaker:
@@ -135,6 +149,7 @@ class ProgramMaker:
         """Capture on every rank, plan on rank 0, emit on every rank; ranks must have inputs of one form."""
         start, (model,) = time.monotonic(), module._original
         _check_alike(signature)
+        self._check_constants(model)
         say(self.progress, f"capturing {type(model).__name__} for inputs {signature}")
         args, kwargs = _examples(call, signature)
         loss_fn = _loss_fn_for(model, self.plan, self.loss_fn, kwargs)
@@ -151,6 +166,26 @@ class ProgramMaker:
         if dist.get_rank() == 0:
             LOGGER.warning("%s", self._said(module, signature, plan, layouts, time.monotonic() - start))
         return made
+
+    def _check_constants(self, model: nn.Module) -> None:
+        """Refuse a model whose constants are others than those that the first program was made with.
+
+        Raises:
+            InputError: they are, on every rank.
+            PlanError: they are on some ranks.
+        """
+        there = held_tensors(model)
+        now = values_of({name: there[name] for name in self.constants if name in there})
+        changed = next((name for name, planned in self.constants.items() if now.get(name) != planned), None)
+        check_alike({"change of the model's constant": changed or "none"})
+        if changed is not None:
+            planned, found = self.constants[changed][0], now[changed][0] if changed in now else "no tensor"
+            what = f"is now {found}, and was {planned}" if found != planned else "has other values than"
+            raise InputError(
+                f"the model's {changed} {what} when it was planned, and programs for other inputs would compute "
+                "something else than the first: leave the model as it was, make what changes an input, or call "
+                "autopar.parallelize again"
+            )
 
     def _said(
         self,

@@ -23,7 +23,7 @@ from autopar.driver.arguments import (
     training_of,
     warn,
 )
-from autopar.driver.further import ProgramMaker, modes
+from autopar.driver.further import ProgramMaker, modes, values_of
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.process_group import start_process_group
 from autopar.driver.rank_agreement import arguments, check_alike, planned_on_rank_0, traced_alike
@@ -153,7 +153,8 @@ def parallelize(
     disk = None if offload_path is None else open_disk(offload_path, home, pinned.update == "backward")
     held = {} if plan.pipeline is None else homes(assignment.space.folded, plan.pipeline)
     lines = progress if dist.get_rank() == 0 else None
-    maker = ProgramMaker(plan, loss_fn, modes(model), tensors_of(assignment), held, lines)
+    constants = values_of(traced.captured.held)
+    maker = ProgramMaker(plan, loss_fn, modes(model), tensors_of(assignment), held, constants, lines)
     made = build(model, traced.captured, assignment, mesh, rank, make_part, seed, micro_batched, table, disk, maker)
     made.data_agreement = DataAgreement(stage_mesh, device, calls)
     return made

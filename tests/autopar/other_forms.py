@@ -165,6 +165,48 @@ def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
         pmodel(**pmodel.shard(batch_of(4 if rank == 0 else 2)))
 
 
+class Scaled(nn.Module):
+    """Holds tensors that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.tables = nn.Linear(4, 2), torch.arange(2) + 1.0, [torch.ones(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) * self.scale.to(x.dtype) * self.tables[0]
+
+
+def scaled() -> Scaled:
+    torch.manual_seed(0)
+    return Scaled().double()
+
+
+def computes_with_what_was_planned(document: Mapping[str, Any]) -> None:
+    """Programs have constants of their own, and none is made with others than the first."""
+    model, plan, x = scaled(), Plan.from_dict(document), rows(8)["x"]
+    expected = scaled()(x[:6])
+    pmodel = autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs={"x": x})
+    same("outputs", pmodel(**pmodel.shard({"x": x[:6]})), expected)
+    other = pmodel.shard({"x": x[:4]})
+    if dist.get_rank() == 0:
+        model.scale.fill_(3)
+    with pytest.raises(PlanError, match=r"change of the model's constants: rank 0 has scale, rank 1 has none"):
+        pmodel(**other)
+    model.scale.fill_(3)
+    same("outputs", pmodel(**pmodel.shard({"x": x[:6]})), expected)
+    with pytest.raises(InputError, match="the model's scale has other values than when it was planned"):
+        pmodel(**other)
+    model.scale = 2.0  # type: ignore[assignment]
+    with pytest.raises(InputError, match="the model's scale is now no tensor, and was float32 2 when it was planned"):
+        pmodel(**other)
+    model.scale = torch.arange(2) + 1.0
+    model.tables[0] = torch.ones(1)
+    with pytest.raises(InputError, match=r"the model's tables\.0 is now float32 1, and was float32 2"):
+        pmodel(**other)
+    model.tables[0] = torch.ones(2)
+    same("outputs", pmodel(**other), scaled()(x[:4]))
+
+
 class Normed(nn.Module):
     """Batch norm, whose eval mode computes something else, unless it keeps no statistics."""
 
