@@ -15,7 +15,7 @@ REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Those that have values: in attributes, and in lists, tuples and dicts there, by path (``a.scale``, ``tables.0``)."""
+    """Those that have values: in attributes, and lists, tuples and dicts there, by path (``a.scale``, ``tables.0``)."""
     found = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
