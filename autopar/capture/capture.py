@@ -12,7 +12,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import NoneType
 from typing import Any
@@ -29,6 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from autopar.capture.buffer_assignment import assigned, buffers, written_in_place
 from autopar.capture.export_errors import failure, on_values, reads_values, without_torchs_notes
 from autopar.capture.flatten import flatten
+from autopar.capture.held_tensors import held_among
 from autopar.capture.model_state import Snapshot
 from autopar.capture.passes.functionalization import mutates
 from autopar.capture.repeats.candidates import nominate
@@ -61,6 +62,7 @@ class Captured:
         static_inputs: the static values, aligned with ``input_names``.
         functions: the Functions whose operators the program calls; they are there as long as this is, or what is made
             of it.
+        held: the tensors among the constants that modules hold, see :mod:`autopar.capture.held_tensors`, by path.
     """
 
     program: Program
@@ -71,6 +73,7 @@ class Captured:
     training: bool
     static_inputs: tuple[Any, ...] = ()
     functions: tuple[Carried, ...] = ()
+    held: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def graph(self) -> torch.fx.Graph:
@@ -402,4 +405,5 @@ def _captured(exported: ExportedProgram, model: nn.Module, repeats: Repeats, app
         any(module.training for module in model.modules()),
         tuple(getattr(arg, "value", None) for arg in given),
         tuple(applied.values()),
+        held_among(exported.constants.values(), model),
     )

@@ -17,26 +17,30 @@ import torch
 from torch import nn
 
 from autopar.capture.capture import LossFn, accepted_names
+from autopar.capture.held_tensors import held_tensors
 from autopar.driver.arguments import Progress, given_plan, say, warn
 from autopar.driver.plan import assign, staged
 from autopar.driver.rank_agreement import check_alike, planned_on_rank_0, traced_alike
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import further
 from autopar.graph.cpython import no_garbage, on_one_stack
+from autopar.runtime.data.agreement import checksum
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.programs import Emitted
 from autopar.runtime.spmd.signature import FlatCall, Signature, Static, TensorForm, named_inputs
-from planner.base.errors import PlanError
-from planner.base.formatting import in_seconds
-from planner.formulation.constraints.stored_layouts import PlannedInputs, StoredLayouts
+from planner.base.errors import InputError, PlanError
+from planner.base.formatting import in_seconds, shape_text
+from planner.formulation.constraints.stored_layouts import PlannedInputs, PlannedTensor, StoredLayouts
 from planner.ir.layout import Layout, Mesh, Shard
 from planner.plan.document.document import WITHOUT_GRAPH
-from planner.plan.further import check_may_have_further, further_plan, planned_inputs, stored_layouts
+from planner.plan.further import check_may_have_further, further_plan, planned_inputs, stored_tensors
 from planner.plan.further_stages import Homes, homes
 from planner.plan.plan import Plan
 
 MANY = 8
 """The number of further programs that is warned of: they are kept, and nothing bounds how many."""
+Values = Mapping[str, tuple[str, int]]
+"""Path of a tensor -> its dtype and shape in words, and its checksum."""
 
 
 @on_one_stack
@@ -73,7 +77,7 @@ def plan_inputs(
     traced = trace(model, example_args, example_kwargs, loss_fn)
     shapes = {leaf.target: leaf.results[0].shape for leaf in traced.graph.leaves if leaf.op == "input"}
     mesh, layouts = planned_inputs(plan).cut(shapes)
-    stored = StoredLayouts({**stored_layouts(plan), **layouts})
+    stored = StoredLayouts(stored_tensors(plan), layouts)
     return further_plan(plan, traced.graph, traced.facts, mesh, stored, _homes(plan), progress)
 
 
@@ -83,6 +87,14 @@ def _homes(plan: Plan) -> Homes:
     if plan.assignment is None:
         raise PlanError(WITHOUT_GRAPH)
     return homes(plan.assignment.space.folded, plan.pipeline)
+
+
+def values_of(tensors: Mapping[str, torch.Tensor]) -> Values:
+    """What tells whether tensors are the same later on, without a copy of them."""
+    return {
+        name: (f"{str(each.dtype).removeprefix('torch.')} {shape_text(tuple(each.shape))}", int(checksum(each)))
+        for name, each in tensors.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -126,16 +138,18 @@ class ProgramMaker:
         plan: that of the first program.
         loss_fn: as it was planned with.
         state: the model's, as it was planned.
-        stored: how parameters and buffers lie, by name.
+        stored: how parameters and buffers are stored, by name.
         held: what the ranks of a pipeline hold.
+        constants: the tensors besides that modules hold and that the first program was made with.
         progress: called with lines of text, on rank 0.
     """
 
     plan: Plan
     loss_fn: LossFn | None
     state: ModelState
-    stored: Mapping[str, Layout]
+    stored: Mapping[str, PlannedTensor]
     held: Homes
+    constants: Values
     progress: Progress | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProgramMaker:
@@ -179,12 +193,13 @@ class ProgramMaker:
     ) -> Emitted:
         """Capture on every rank, plan on rank 0, emit on every rank."""
         start, (model,) = time.monotonic(), module._original
+        self._check_constants(model)
         say(self.progress, f"capturing {type(model).__name__} for inputs {signature}")
         args, kwargs = _examples(call, signature)
         loss_fn = _loss_fn_for(model, self.plan, self.loss_fn, kwargs)
         with _in_state(model, self.state.in_mode(signature.training)):
             traced = traced_alike(model, args, kwargs, loss_fn)
-        stored = StoredLayouts({**self.stored, **_by_leaf(traced, layouts)})
+        stored = StoredLayouts(self.stored, _by_leaf(traced, layouts))
         plan = planned_on_rank_0(
             lambda: further_plan(self.plan, traced.graph, traced.facts, mesh, stored, self.held, self.progress)
         )
@@ -196,6 +211,26 @@ class ProgramMaker:
         if len(earlier) == MANY:  # with the planned one
             warn([_many([*earlier, signature])])
         return made
+
+    def _check_constants(self, model: nn.Module) -> None:
+        """Refuse a model whose constants are others than those that the first program was made with.
+
+        Raises:
+            InputError: they are, on every rank.
+            PlanError: they are on some ranks.
+        """
+        there = held_tensors(model)
+        now = values_of({name: there[name] for name in self.constants if name in there})
+        changed = next((name for name, planned in self.constants.items() if now.get(name) != planned), None)
+        check_alike({"change of the model's constant": changed or "none"})
+        if changed is not None:
+            planned, found = self.constants[changed][0], now[changed][0] if changed in now else "no tensor"
+            what = f"is now {found}, and was {planned}" if found != planned else "has other values than"
+            raise InputError(
+                f"the model's {changed} {what} when it was planned, and programs for other inputs would compute "
+                "something else than the first: leave the model as it was, make what changes an input, or call "
+                "autopar.parallelize again"
+            )
 
     def _said(
         self,

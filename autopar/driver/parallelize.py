@@ -23,7 +23,7 @@ from autopar.driver.arguments import (
     training_of,
     warn,
 )
-from autopar.driver.further import ModelState, ProgramMaker
+from autopar.driver.further import ModelState, ProgramMaker, values_of
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.process_group import start_process_group
 from autopar.driver.rank_agreement import arguments, check_alike, planned_on_rank_0, traced_alike
@@ -43,7 +43,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.constraints.stored_layouts import layouts_of
+from planner.formulation.constraints.stored_layouts import tensors_of
 from planner.formulation.training import Training
 from planner.plan.further_stages import homes
 from planner.plan.plan import Plan
@@ -153,7 +153,8 @@ def parallelize(
     disk = None if offload_path is None else open_disk(offload_path, home, pinned.update == "backward")
     held = {} if plan.pipeline is None else homes(assignment.space.folded, plan.pipeline)
     lines = progress if dist.get_rank() == 0 else None
-    maker = ProgramMaker(plan, loss_fn, ModelState.of(model), layouts_of(assignment), held, lines)
+    constants = values_of(traced.captured.held)
+    maker = ProgramMaker(plan, loss_fn, ModelState.of(model), tensors_of(assignment), held, constants, lines)
     made = build(model, traced.captured, assignment, mesh, rank, make_part, seed, micro_batched, table, disk, maker)
     made.data_agreement = DataAgreement(stage_mesh, device, calls)
     return made

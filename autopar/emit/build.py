@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import Captured
 from autopar.emit.block_program import OFFLOAD, STATE
+from autopar.emit.initialization import own_part
 from autopar.emit.rewrite import rewrite
 from autopar.emit.stage_programs import Outline, stages_of
 from autopar.graph import dump
@@ -27,7 +28,7 @@ from autopar.runtime.pipeline.stage import Stage
 from autopar.runtime.pipeline.step_spec import StepSpec, Tie, Trainers
 from autopar.runtime.pipeline.trace import Recorder
 from autopar.runtime.spmd.interface import Interface, LeafSpec, OutputSpec
-from autopar.runtime.spmd.mesh import groups_of, part_of
+from autopar.runtime.spmd.mesh import groups_of
 from autopar.runtime.spmd.micro_batch import MicroBatches
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from autopar.runtime.spmd.programs import Emitted, Maker
@@ -162,7 +163,7 @@ def further(
     program, leaves = _program(captured, assignment, micro_batched, holder, device, is_further=True)
     interface = interface_of(captured, assignment, leaves)
     constants = {
-        leaf.name: part_of(captured.constants[leaf.name].detach(), leaf.layout, mesh, module.rank).to(device)
+        leaf.name: own_part(captured.constants[leaf.name], leaf, mesh, module.rank, device)
         for leaf in interface.leaves
         if leaf.kind == "const"
     }

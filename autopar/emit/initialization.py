@@ -53,25 +53,31 @@ def part_maker(
     initialised = _Initialiser(model, seed)
 
     def make(leaf: LeafSpec) -> Tensor:
-        rows = rows_of(leaf.shape, leaf.layout, mesh, rank)
         if leaf.kind == "const":
-            full = captured.constants[leaf.name]
-        elif read is not None and (found := read(_aliases(model, leaf.name))) is not None:
+            return own_part(captured.constants[leaf.name], leaf, mesh, rank, device)
+        if read is not None and (found := read(_aliases(model, leaf.name))) is not None:
             shape = tuple(found.get_shape())
             if shape != leaf.shape:
                 raise InputError(f"{leaf.name} has shape {shape} in the checkpoint, {leaf.shape} in the model")
+            rows = rows_of(leaf.shape, leaf.layout, mesh, rank)
             return _cut(found, rows).to(device, leaf.dtype, copy=True).contiguous()
-        elif read is not None and leaf.kind == "param":
+        if read is not None and leaf.kind == "param":
             raise InputError(f"the checkpoint has no tensor {leaf.name!r}; is it of another model?")
-        elif tensors[leaf.name].is_meta:
+        if tensors[leaf.name].is_meta:
             full = initialised(leaf.name)
         else:
             full = tensors[leaf.name].detach().to(device).clone()
             if dist.get_world_size() > 1:
                 dist.broadcast(full, src=0)
-        return take(full.detach(), rows).clone(memory_format=torch.contiguous_format).to(device, leaf.dtype)
+        return own_part(full, leaf, mesh, rank, device)
 
     return make
+
+
+def own_part(full: Tensor, leaf: LeafSpec, mesh: Mesh, rank: int, device: torch.device) -> Tensor:
+    """A rank's part of a whole tensor, in memory of its own."""
+    part = take(full.detach(), rows_of(leaf.shape, leaf.layout, mesh, rank))
+    return part.clone(memory_format=torch.contiguous_format).to(device, leaf.dtype)
 
 
 def _aliases(model: nn.Module, name: str) -> list[str]:

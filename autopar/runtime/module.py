@@ -273,18 +273,22 @@ class ParallelModule(Fronts):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        """Parameters and buffers of its own, on the same process groups; every rank copies for itself."""
+        """Parameters and buffers of its own, on the same process groups; every rank copies for itself.
+
+        The original is the same one: what :meth:`gather_module` of either returns is filled anew by that of the other.
+        """
         if self.offload is not None:
             raise InputError(
                 "a module whose parameters have their home on the host or on disk cannot be copied: call "
                 "autopar.parallelize again, with state_dict=pmodel.full_state_dict()"
             )
         groups = list(groups_of(self.device_mesh).values())
-        if isinstance(self.program, PipelineStep):
-            groups += [tie.group for tie in self.program.spec.ties]
-            groups += [self.program.spec.trainers.group] if self.program.spec.trainers is not None else []
+        for step in (each.program for each in self._programs.all):
+            if isinstance(step, PipelineStep):
+                groups += [tie.group for tie in step.spec.ties]
+                groups += [step.spec.trainers.group] if step.spec.trainers is not None else []
         shared = (
-            self.interface,
+            *(each.interface for each in self._programs.all),
             self.mesh,
             self.device_mesh,
             self.pipeline,
@@ -466,6 +470,8 @@ class ParallelModule(Fronts):
     def gather_module(self) -> nn.Module:
         """The original, filled with the parameters and buffers as they are now, in place; every rank must call it.
 
+        It is one module, however often this is called, and of a copy (``copy.deepcopy(pmodel)``) the same: copy what it
+        returns to keep two states, ``copy.deepcopy(pmodel.gather_module())``.
         Each rank then holds the model whole, where its original lies, and takes one whole tensor more meanwhile. What
         the model never uses stays as it was.
 

@@ -15,19 +15,18 @@ from typing import Any
 from planner.analysis.memory import usage
 from planner.analysis.prediction import predict, predict_micro_batched
 from planner.base.errors import InfeasibleError, InputError, PinError, PlanError
-from planner.cost.model import CostModel
 from planner.formulation.assignment import assignment_of
-from planner.formulation.constraints.filters import filters
+from planner.formulation.batch_norm import may_be_by_micro_batch
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.constraints.stored_layouts import PlannedInputs, StoredLayouts
+from planner.formulation.constraints.stored_layouts import PlannedInputs, PlannedTensor, StoredLayouts
 from planner.formulation.decision_names import filled
-from planner.formulation.pipeline_pace import pace_of
+from planner.formulation.pinned_space import pinned_space
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import Folded, fold
 from planner.ir.graph import Graph
-from planner.ir.layout import Layout, Mesh, over_micro_batches, parse_layout
+from planner.ir.layout import Mesh, over_micro_batches, parse_layout
 from planner.plan.document.document import EVALUATE
 from planner.plan.further_stages import Homes, stage_further
 from planner.plan.plan import Plan, Search, describe, refold, reprice, restore
@@ -48,8 +47,8 @@ def planned_inputs(plan: Plan) -> PlannedInputs:
     return PlannedInputs(plan.mesh, {name: parse_layout(text, axes) for name, text in plan.inputs.items()})
 
 
-def stored_layouts(plan: Plan) -> dict[str, Layout]:
-    """How a plan stores every parameter and buffer, by name, over the axes of one stage.
+def stored_tensors(plan: Plan) -> dict[str, PlannedTensor]:
+    """How a plan stores every parameter and buffer, by name.
 
     Raises:
         PlanError: it was edited, and does not say of which tensors an entry is.
@@ -60,8 +59,10 @@ def stored_layouts(plan: Plan) -> dict[str, Layout]:
             raise PlanError(
                 f'the plan has no entry {name!r} in "leaves", or was changed since: price it with {EVALUATE}'
             )
+        leaf = plan.account.leaves[name]
         layout = over_micro_batches(parse_layout(text, len(plan.mesh.axes)), plan.mesh)
-        found.update(dict.fromkeys(filled(name.partition(" #")[0], plan.account.leaves[name].stands_for), layout))
+        stored = PlannedTensor(layout, leaf.shape, leaf.dtype)
+        found.update(dict.fromkeys(filled(name.partition(" #")[0], leaf.stands_for), stored))
     return found
 
 
@@ -95,6 +96,10 @@ def further_plan(
             f"the model has {', '.join(unknown[:3])}{' ...' * (len(unknown) > 3)}, which it did not have when it was "
             "planned, so that no rank holds it: leave the model as it was, or plan it again"
         )
+    changed = stored.changed(graph)
+    if changed:
+        others = f", and {len(changed) - 1} more were changed" if len(changed) > 1 else ""
+        raise InputError(f"{changed[0]}{others}: leave the model as it was when it was planned, or plan it again")
     is_staged = mesh.micro_batches > 1 or (plan.pipeline is not None and plan.pipeline.ranks > 1)
     found = _as_decided(plan, graph, model, mesh, stored)
     if found is None and is_staged:
@@ -140,11 +145,8 @@ def _as_decided(plan: Plan, graph: Graph, model: Mapping[str, Any], mesh: Mesh, 
 def _space(plan: Plan, folded: Folded, mesh: Mesh, stored: StoredLayouts, pins: Pins) -> Space:
     """Every decision that the stored layouts and pins leave."""
     stages, schedule = (1, None) if plan.pipeline is None else (plan.pipeline.ranks, plan.pipeline.schedule)
-    pace = pace_of(stages, mesh.micro_batches, schedule)
-    rules = rules_of(folded.graph, folded)
-    allow, _ = filters(pins, folded.graph, rules, mesh)
-    kept = allow, stored.allow_leaf(mesh)
-    return Space(folded, mesh, CostModel(plan.cluster), _training(plan), rules, *kept, pace=pace)
+    pins = replace(pins, schedule=schedule)
+    return pinned_space(folded.graph, folded, mesh, plan.cluster, pins, _training(plan), stages, stored)
 
 
 def _training(plan: Plan) -> Training:
@@ -157,13 +159,18 @@ def _in_stages(
     """The fastest decisions for the average rank, in the stages that there are."""
     assert plan.pipeline is not None
     coarse, start = fold(graph), time.monotonic()
-    folded = stored.apart(finer(coarse, rules_of(graph, coarse), plan.pipeline.bounds[-1]))
-    space = _space(plan, folded, mesh, stored, Pins())
+    rules = rules_of(graph, coarse)
+    folded = stored.apart(finer(coarse, rules, plan.pipeline.bounds[-1]))
+    # Sizes need not divide these inputs; by whose statistics batch norms normalise is no matter of sizes.
+    has_statistics = any(map(may_be_by_micro_batch, rules.values()))
+    batch_norm = Pins.parse(plan.pin).batch_norm if has_statistics else None
+    space = _space(plan, folded, mesh, stored, Pins(batch_norm=batch_norm))
     bounds = lower_bounds(space.problem(None))
     if bounds.choices is None:
         raise InputError(
-            f"these inputs leave the model no way to run in {mesh.micro_batches} micro-batches: give a batch of the "
-            "planned size, or of one sample"
+            f"these inputs leave the model no way to run in {mesh.micro_batches} micro-batches, since an operator "
+            "needs more of the batch than one of them at a time: give inputs of the planned form or a batch of one "
+            "sample, or load pmodel.full_state_dict() into a module that is planned for these"
         )
     assignment = assignment_of(space, bounds.choices)
     staged = stage_further(plan, assignment, held)

@@ -154,7 +154,9 @@ def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
     with pytest.raises(InputError, match=r"'ids' has shape \(3, 12\) on this rank.*of 6 rows over 2 ranks, or a batch"):
         pmodel(**batch_of(3))
 
-    copied = copy.deepcopy(pmodel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied = copy.deepcopy(pmodel)
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.mul_(0.5)
@@ -162,6 +164,9 @@ def refuses_and_goes_on(document: Mapping[str, Any]) -> None:
     model.load_state_dict(copied.full_state_dict())
     for given in (small, batch_of(3)):
         same("loss of a copy", copied(**copied.shard(given))["loss"], model(**given)["loss"])
+    same_state(copied, model)
+    gathered = copied.gather_module()
+    assert gathered is pmodel.gather_module(), "a copy has the same original"
 
     # Rank 0 has a program for what it is given, and no way to know that rank 1 has none.
     _set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
@@ -190,6 +195,48 @@ def warns_of_programs(document: Mapping[str, Any]) -> None:
         "takes a capture and a plan; pad batches to a few sizes"
     ]
     assert said.index(many[0]) == 8
+
+
+class Scaled(nn.Module):
+    """Holds tensors that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.tables = nn.Linear(4, 2), torch.arange(2) + 1.0, [torch.ones(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) * self.scale.to(x.dtype) * self.tables[0]
+
+
+def scaled() -> Scaled:
+    torch.manual_seed(0)
+    return Scaled().double()
+
+
+def computes_with_what_was_planned(document: Mapping[str, Any]) -> None:
+    """Programs have constants of their own, and none is made with others than the first."""
+    model, plan, x = scaled(), Plan.from_dict(document), rows(8)["x"]
+    expected = scaled()(x[:6])
+    pmodel = autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs={"x": x})
+    same("outputs", pmodel(**pmodel.shard({"x": x[:6]})), expected)
+    other = pmodel.shard({"x": x[:4]})
+    if dist.get_rank() == 0:
+        model.scale.fill_(3)
+    with pytest.raises(PlanError, match=r"change of the model's constants: rank 0 has scale, rank 1 has none"):
+        pmodel(**other)
+    model.scale.fill_(3)
+    same("outputs", pmodel(**pmodel.shard({"x": x[:6]})), expected)
+    with pytest.raises(InputError, match="the model's scale has other values than when it was planned"):
+        pmodel(**other)
+    model.scale = 2.0  # type: ignore[assignment]
+    with pytest.raises(InputError, match="the model's scale is now no tensor, and was float32 2 when it was planned"):
+        pmodel(**other)
+    model.scale = torch.arange(2) + 1.0
+    model.tables[0] = torch.ones(1)
+    with pytest.raises(InputError, match=r"the model's tables\.0 is now float32 1, and was float32 2"):
+        pmodel(**other)
+    model.tables[0] = torch.ones(2)
+    same("outputs", pmodel(**other), scaled()(x[:4]))
 
 
 class Normed(nn.Module):

@@ -94,6 +94,11 @@ class Programs:
         self._leaves = {name: leaves[leaf] for name, leaf in self._leaf_of.items() if leaf is not None}
         self._made: dict[Signature, Emitted] = {self.signature: planned}
 
+    @property
+    def all(self) -> tuple[Emitted, ...]:
+        """Those that there are, the planned one first."""
+        return tuple(self._made.values())
+
     def of_parts(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh) -> Emitted:
         """The program that runs these parts of a global batch."""
         if self.maker is None:

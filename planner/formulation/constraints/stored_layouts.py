@@ -11,21 +11,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.base.errors import PlanError
+from planner.base.formatting import shape_text
 from planner.formulation.assignment import Assignment
 from planner.formulation.node_options import AllowLeaf
 from planner.ir.folding import Folded, relabel
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import I, Layout, Mesh, R, Shard, format_layout, local_shape, over_micro_batches
 
-GIVEN = ("param", "buffer", "input")
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class StoredLayouts:
-    """The layout of every parameter, buffer and input, by name, over the axes of one stage."""
+class PlannedTensor:
+    """A parameter or buffer as it is stored: its layout over the axes of one stage, and its whole shape and dtype."""
 
-    layouts: Mapping[str, Layout]
+    layout: Layout
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True)
+class StoredLayouts:
+    """The parameters and buffers that are stored, and the layouts of inputs over the axes of one stage, by name."""
+
+    tensors: Mapping[str, PlannedTensor]
+    inputs: Mapping[str, Layout]
 
     def allow_leaf(self, mesh: Mesh) -> AllowLeaf:
         """Keeps of the layouts of a leaf on ``mesh``, micro-batches included, the one that it has."""
@@ -45,7 +55,19 @@ class StoredLayouts:
     def unknown(self, graph: Graph) -> list[str]:
         """The parameters and buffers of a graph that are stored nowhere."""
         names = (leaf.target or leaf.name for leaf in graph.applying("param", "buffer"))
-        return [name for name in names if name not in self.layouts]
+        return [name for name in names if name not in self.tensors]
+
+    def changed(self, graph: Graph) -> list[str]:
+        """The parameters and buffers of a graph that are stored in another shape or dtype, in words."""
+        found = []
+        for leaf in graph.applying("param", "buffer"):
+            tensor, stored = leaf.results[0], self.tensors.get(leaf.target or leaf.name)
+            if stored is not None and (tensor.shape, tensor.dtype) != (stored.shape, stored.dtype):
+                found.append(
+                    f"the model's {leaf.target or leaf.name} is now {tensor.dtype} {shape_text(tensor.shape)}, and "
+                    f"ranks hold it as it was planned, {stored.dtype} {shape_text(stored.shape)}"
+                )
+        return found
 
     def check(self, assignment: Assignment) -> None:
         """Refuse decisions that would have a tensor lie otherwise than it does.
@@ -64,16 +86,20 @@ class StoredLayouts:
                 )
 
     def _of(self, leaf: Node) -> Layout | None:
-        return self.layouts.get(leaf.target or leaf.name) if leaf.op in GIVEN else None
+        name = leaf.target or leaf.name
+        if leaf.op == "input":
+            return self.inputs.get(name)
+        stored = self.tensors.get(name) if leaf.op in ("param", "buffer") else None
+        return None if stored is None else stored.layout
 
 
-def layouts_of(assignment: Assignment) -> dict[str, Layout]:
-    """How an assignment stores every parameter and buffer, by name, over the axes of one stage."""
-    space = assignment.space
-    leaves = space.graph.applying("param", "buffer")
-    return {
-        leaf.target or leaf.name: over_micro_batches(assignment.produced(Ref(leaf.name)), space.mesh) for leaf in leaves
-    }
+def tensors_of(assignment: Assignment) -> dict[str, PlannedTensor]:
+    """How an assignment stores every parameter and buffer, by name."""
+    found, mesh = {}, assignment.space.mesh
+    for leaf in assignment.space.graph.applying("param", "buffer"):
+        layout = over_micro_batches(assignment.produced(Ref(leaf.name)), mesh)
+        found[leaf.target or leaf.name] = PlannedTensor(layout, leaf.results[0].shape, leaf.results[0].dtype)
+    return found
 
 
 def _are_alike(one: Layout, other: Layout) -> bool:
@@ -103,7 +129,8 @@ class PlannedInputs:
         Args:
             shapes: of the inputs of one call, by name.
         """
-        sizes = [shape[0] for shape in shapes.values() if shape and shape[0] > 1]
+        along = {name: shape for name, shape in shapes.items() if shape and self._runs_along(name)}
+        sizes = [shape[0] for shape in (along or shapes).values() if shape and shape[0] > 1]
         mesh = self.mesh.micro_batched(self._micro_batches(math.gcd(*sizes) or 1))
         batch = next((shape[0] for name, shape in shapes.items() if self._is_cut(name) and shape), None)
         found = {}
@@ -128,6 +155,10 @@ class PlannedInputs:
         """Whether the planned input is cut on each axis for ranks."""
         layout = self.layouts[name]
         return tuple(isinstance(t, Shard) for t in layout[len(layout) - len(self._rank_sizes) :])
+
+    def _runs_along(self, name: str) -> bool:
+        """Whether the planned input runs along the batch: it is cut over ranks or into micro-batches."""
+        return name in self.layouts and any(isinstance(t, Shard) for t in self.layouts[name])
 
     def _is_cut(self, name: str) -> bool:
         return name in self.layouts and any(self._ranks_of(name))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
 from autopar.driver.further import _many
@@ -17,11 +17,11 @@ from autopar.verification.float64 import exact
 from autopar.verification.typecheck import typecheck
 from planner.base.errors import InfeasibleError, InputError
 from planner.cost.cluster import ClusterSpec
-from planner.formulation.constraints.stored_layouts import layouts_of
-from planner.plan.further import stored_layouts
+from planner.formulation.constraints.stored_layouts import tensors_of
+from planner.plan.further import stored_tensors
 from planner.plan.plan import Plan
 from tests.autopar import workers
-from tests.autopar.other_forms import batch_of, tiny
+from tests.autopar.other_forms import VOCAB, WIDTH, batch_of, tiny
 from tests.autopar.workers import cluster_of
 
 
@@ -29,13 +29,13 @@ from tests.autopar.workers import cluster_of
 def test_a_further_plan_keeps_what_is_stored_and_is_verified(pin: dict[str, int], tmp_path: Path) -> None:
     model, path = tiny(), tmp_path / "further.json"
     plan = autopar.plan(model, cluster_of(2), example_kwargs=batch_of(), pin=pin)
-    assert plan.assignment is not None and stored_layouts(plan) == layouts_of(plan.assignment)
+    assert plan.assignment is not None and stored_tensors(plan) == tensors_of(plan.assignment)
     assert autopar.plan_inputs(model, plan, example_kwargs=batch_of(4)).search.status == "kept"
     for training, batch in ((True, batch_of(3, 10, mask=True)), (False, batch_of(2, labels=False))):
         model.train(training)
         autopar.plan_inputs(model, plan, example_kwargs=batch).save(path)
         found = Plan.load(path)
-        assert stored_layouts(found) == stored_layouts(plan)
+        assert stored_tensors(found) == stored_tensors(plan)
         autopar.verify(model, found, example_kwargs=batch)
 
 
@@ -63,6 +63,38 @@ def test_a_model_that_was_changed_is_refused() -> None:
     model.later = nn.Linear(4, 4)
     with pytest.raises(InputError, match=r"has later.weight, later.bias, which it did not have when it was planned"):
         autopar.plan_inputs(model, plan, example_kwargs=batch_of(4))
+    resized = tiny()
+    resized.embed = nn.Embedding(VOCAB + 4, WIDTH).double()
+    resized.head.weight = resized.embed.weight
+    with pytest.raises(InputError, match=r"embed.weight is now float64 28x16, .* as it was planned, float64 24x16"):
+        autopar.plan_inputs(resized, plan, example_kwargs=batch_of(4))
+    with pytest.raises(InputError, match=r"is now bfloat16 .* planned, float64 .*, and \d+ more were changed: leave"):
+        autopar.plan_inputs(tiny().bfloat16(), plan, example_kwargs=batch_of(4))
+
+
+class Weighted(nn.Module):
+    """Four blocks with batch norms, and a weight of every row that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x.square() if weight is None else x.square() * weight).mean()
+
+
+def test_batch_norms_of_micro_batches_stay_so() -> None:
+    torch.manual_seed(0)
+    model, x = Weighted().double(), torch.randn(16, 8, dtype=torch.float64)
+    pin = {"pipeline": 2, "micro_batches": 4, "batch_norm": "micro_batch"}
+    plan = autopar.plan(model, cluster_of(2), example_kwargs={"x": x}, pin=pin)
+    for training, batch in ((True, {"x": x, "weight": x.abs()}), (False, {"x": x, "weight": x.abs()})):
+        model.train(training)
+        found = autopar.plan_inputs(model, plan, example_kwargs=batch)
+        assert found.mesh.micro_batches == 4
+        autopar.verify(model, found, example_kwargs=batch)
 
 
 def test_a_second_program_of_a_block_takes_no_other_blocks_name() -> None:

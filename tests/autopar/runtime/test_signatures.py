@@ -12,6 +12,7 @@ from autopar.measure.local_processes import LocalProcesses
 from tests.autopar.other_forms import (
     Batch,
     batch_of,
+    computes_with_what_was_planned,
     nesting,
     normalises,
     normed,
@@ -19,6 +20,7 @@ from tests.autopar.other_forms import (
     refuses_and_goes_on,
     refuses_where_model_data_moves,
     rows,
+    scaled,
     squares,
     squares_of,
     takes_nested_and_positional_inputs,
@@ -68,6 +70,11 @@ def test_batch_norm_has_the_mode_that_it_is_in(pool: LocalProcesses) -> None:
     made = {"example_kwargs": rows(8), "loss_fn": squares, "pin": {"data": 2}}
     plan = autopar.plan(normed().train(), cluster_of(2), **made)
     pool.run(normalises, plan.to_dict(), ranks=2)
+
+
+def test_constants_are_those_that_were_planned(pool: LocalProcesses) -> None:
+    plan = autopar.plan(scaled(), cluster_of(2), example_kwargs={"x": rows(8)["x"]}, pin={"data": 2})
+    pool.run(computes_with_what_was_planned, plan.to_dict(), ranks=2)
 
 
 def test_what_was_captured_in_eval_mode_trains(pool: LocalProcesses) -> None:

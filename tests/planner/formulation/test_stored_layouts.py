@@ -33,9 +33,9 @@ def test_an_axis_that_does_not_divide_the_batch_has_it_whole(rows: int, layout: 
 )
 def test_a_batch_is_cut_into_as_many_micro_batches_as_it_can_be(rows: int, micro_batches: int, layout: Layout) -> None:
     inputs = planned(Mesh.of(data=2).micro_batched(4), S, S)
-    mesh, found = inputs.cut({"ids": (rows, 5)})
+    mesh, found = inputs.cut({"ids": (rows, 5), "positions": (127,)})
     assert mesh == Mesh.of(data=2).micro_batched(micro_batches)
-    assert found == {"ids": (layout,)}
+    assert found == {"ids": (layout,), "positions": (R,)}
 
 
 def test_parts_of_new_inputs_are_as_many_as_the_batchs() -> None:
