@@ -272,6 +272,13 @@ class ParallelModule(Fronts):
         self.state.training = mode
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: process groups cannot be pickled."""
+        raise InputError(
+            "a parallel module cannot be pickled, since it talks to other ranks: autopar.save_checkpoint saves "
+            "what ranks hold, pmodel.full_state_dict() is the whole, pmodel.save_pretrained(...) writes that"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """Parameters and buffers of its own, on the same process groups; every rank copies for itself.
 

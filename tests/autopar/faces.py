@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ def has_the_face_of_its_model(document: Mapping[str, Any], directory: str) -> No
     assert pmodel.to("cpu") is pmodel  # with the same parameters, whose gradients know those of other stages
     with pytest.raises(InputError, match=r"is of torch.float64 on cpu.* would be of torch.float32"):
         pmodel.float()
+    with pytest.raises(InputError, match=r"cannot be pickled.*save_checkpoint"):
+        torch.save(pmodel, io.BytesIO())
 
     seen: list[Any] = []
     handles = [

@@ -143,7 +143,9 @@ def _mesh(document: Document) -> str:
         micro_batches += "".join(f"<p>stage {escape(own)}: {escape(text)}</p>" for own, text in stages(document))
     links = "".join(f"<li>{escape(line)}</li>" for line in _links(document.cluster))
     drawing = _drawing(document.mesh.micro_batched(1), document.cluster.spans[0])
-    told = f"{micro_batches}{moves}"
+    nodes = -(-document.mesh.micro_batched(1).size // document.cluster.spans[0])
+    shades = '<p class="soft">one shade a node</p>' if nodes > 1 and document.mesh.size <= MOST_RANKS else ""
+    told = f"{shades}{micro_batches}{moves}"
     return f'<div class="card mesh"><h2>Mesh</h2>{drawing}<div>{axes}</div>{told}<ul class="links">{links}</ul></div>'
 
 
@@ -177,8 +179,9 @@ def _drawing(mesh: Mesh, node: int) -> str:
     tables = math.prod(outer) * parts
     beside = min(tables, max(1, ACROSS // across))
     cell, gap, space, top = (34 if across * beside <= 8 else 22), 4, 10, 18
+    row_height = lines * (cell + gap) + (space if lines > 1 else 0)
     left = 18 if names[0] and rows > 1 else 2
-    table_width, table_height = across * (cell + gap) + space, down * lines * (cell + gap) + space
+    table_width, table_height = across * (cell + gap) + space, down * row_height + space
     width, height = left + beside * table_width - space, top + -(-tables // beside) * table_height - space
     found = [f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="mesh">']
     found.append(f'<text x="{left}" y="11">{escape(names[1])} →</text>')
@@ -195,7 +198,7 @@ def _drawing(mesh: Mesh, node: int) -> str:
         table_row, table = divmod(block * parts + part, beside)
         line, column = divmod(column, across)
         x = left + table * table_width + column * (cell + gap)
-        y = top + table_row * table_height + (row * lines + line) * (cell + gap)
+        y = top + table_row * table_height + row * row_height + line * (cell + gap)
         shade = 0.95 if number // node % 2 == 0 else 0.6
         found.append(
             f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" rx="5" fill="var(--u0)" opacity="{shade}"/>'

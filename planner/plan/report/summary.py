@@ -232,7 +232,10 @@ def dtypes(document: Document) -> str:
     if count != Training.optimizer_bytes_per_element:
         return told
     with_masters = f", {3 * wide_bytes} with float32 masters" if item_bytes < wide_bytes else ""
-    return f"{told}, but Adam takes {2 * item_bytes}{with_masters}: plan with optimizer_bytes_per_element as it will be"
+    return (
+        f"{told}, but Adam takes {2 * item_bytes}{with_masters}: plan with optimizer_bytes_per_element "
+        "(--optimizer-bytes) as it will be"
+    )
 
 
 def pinned(document: Document) -> list[str]:
