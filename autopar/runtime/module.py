@@ -268,7 +268,8 @@ class ParallelModule(Fronts):
             if self._programs.maker is None:
                 raise PlanError("the model was captured in eval mode: call model.train() before autopar.parallelize")
             self._programs.maker.check()
-        super().train(mode)
+        for module in self.modules():
+            module.training = mode
         self.state.training = mode
         return self
 

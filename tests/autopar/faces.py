@@ -26,6 +26,10 @@ def has_the_face_of_its_model(document: Mapping[str, Any], directory: str) -> No
         pmodel.float()
     with pytest.raises(InputError, match=r"cannot be pickled.*save_checkpoint"):
         torch.save(pmodel, io.BytesIO())
+    part = pmodel.transformer.ln_f
+    for change in (part.eval, lambda: setattr(part, "forward", print), lambda: pmodel.add_module("lm_head", part)):
+        with pytest.raises(InputError, match=r"has no mode of its own|cannot be set on the parallel module"):
+            change()
 
     seen: list[Any] = []
     handles = [

@@ -60,6 +60,12 @@ class Fronts(nn.Module):
                 raise
         return _read(self, name)
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As of any module, but not in the place of one of the original's."""
+        if "_original" in self.__dict__:
+            _check_settable(self, name, module)
+        super().add_module(name, module)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if "_original" in self.__dict__ and not name.startswith("__"):
             _check_settable(self, name, value)
@@ -76,6 +82,13 @@ class ParameterHolder(Fronts):
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the plan runs the whole model."""
         self._refuse("does not run by itself: call the parallel module, whose plan is for the whole model")
+
+    def train(self, mode: bool = True) -> NoReturn:
+        """Refused: all of a plan's program is in one mode."""
+        self._refuse(
+            "has no mode of its own, since the plan runs the model as a whole: set modes of modules (a norm that is to "
+            "stay in eval mode) before autopar.parallelize, and call pmodel.train() or pmodel.eval() afterwards"
+        )
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse(
@@ -132,7 +145,8 @@ def _check_settable(front: Fronts, name: str, value: Any) -> None:
         InputError: names it, and the way out.
     """
     original, held = front._original[0], cast(Any, front._parameters.get(name))
-    is_own = name in {**front.__dict__, **front._parameters, **front._buffers} or hasattr(type(front), name)
+    own = {**front.__dict__, **front._parameters, **front._buffers}
+    is_own = name != "forward" and (name in own or hasattr(type(front), name))
     if name in front._modules or (hasattr(original, name) and (isinstance(value, nn.Module) or not is_own)):
         raise InputError(
             f"{type(original).__name__}.{name} cannot be set on the parallel module: its program was captured from the "
