@@ -163,8 +163,8 @@ def _in_stages(
     folded = stored.apart(finer(coarse, rules, plan.pipeline.bounds[-1]))
     # Sizes need not divide these inputs; by whose statistics batch norms normalise is no matter of sizes.
     has_statistics = any(map(may_be_by_micro_batch, rules.values()))
-    batch_norm = Pins.parse(plan.pin).batch_norm if has_statistics else None
-    space = _space(plan, folded, mesh, stored, Pins(batch_norm=batch_norm))
+    pins = Pins(batch_norm=Pins.parse(plan.pin).batch_norm if has_statistics else None)
+    space = _space(plan, folded, mesh, stored, pins)
     bounds = lower_bounds(space.problem(None))
     if bounds.choices is None:
         raise InputError(
@@ -177,7 +177,7 @@ def _in_stages(
     predicted = predict_micro_batched(assignment, staged)
     gap = max(0.0, 1 - bounds.time_s / staged.step_s)
     search = Search("feasible", gap, {"solve": time.monotonic() - start})
-    return describe(assignment, model, {}, predicted, search, staged)
+    return describe(assignment, model, pins.to_dict(), predicted, search, staged)
 
 
 def _searched(

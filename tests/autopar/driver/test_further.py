@@ -85,14 +85,15 @@ class Weighted(nn.Module):
         return (x.square() if weight is None else x.square() * weight).mean()
 
 
-def test_batch_norms_of_micro_batches_stay_so() -> None:
+def test_batch_norms_of_micro_batches_stay_so(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Weighted().double(), torch.randn(16, 8, dtype=torch.float64)
     pin = {"pipeline": 2, "micro_batches": 4, "batch_norm": "micro_batch"}
     plan = autopar.plan(model, cluster_of(2), example_kwargs={"x": x}, pin=pin)
     for training, batch in ((True, {"x": x, "weight": x.abs()}), (False, {"x": x, "weight": x.abs()})):
         model.train(training)
-        found = autopar.plan_inputs(model, plan, example_kwargs=batch)
+        autopar.plan_inputs(model, plan, example_kwargs=batch).save(tmp_path / "further.json")
+        found = Plan.load(tmp_path / "further.json")
         assert found.mesh.micro_batches == 4
         autopar.verify(model, found, example_kwargs=batch)
 
