@@ -300,7 +300,7 @@ def test_help_imports_no_torch_and_is_quick() -> None:
 
 
 def test_wrong_words_are_refused_before_torch_is_imported() -> None:
-    late = {f"{HERE}:{name}" for name in ("missing", "broken", "nothing", "bare")} | {"missing.txt"}
+    late = {f"{HERE}:{name}" for name in ("missing", "broken", "nothing", "bare")} | {"missing.txt", "--batch"}
     early = [words for words, _ in WRONG if late.isdisjoint(words)]
     assert len(early) > 20
     code = f"""
