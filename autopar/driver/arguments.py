@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,6 +19,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.plan.plan import Plan
+from planner.search.candidate_bounds import Progress
 from planner.search.search import check_axes, check_gap, check_time_limit
 
 _WRAPPERS = {
@@ -30,7 +31,6 @@ _WRAPPERS = {
 }
 """Classes that stand around a model, and the attribute that has it; by name, so that none need be imported."""
 
-Progress = Callable[[str], None]
 Fold = Literal["capture", "graph", "off"]
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from autopar.capture.capture import LossFn, accepted_names
 from autopar.capture.held_tensors import held_tensors
-from autopar.driver.arguments import Progress, given_plan, say, warn
+from autopar.driver.arguments import given_plan, say, warn
 from autopar.driver.plan import assign, staged
 from autopar.driver.rank_agreement import check_alike, planned_on_rank_0, traced_alike
 from autopar.driver.trace import Traced, trace
@@ -26,8 +26,8 @@ from autopar.emit.build import further
 from autopar.graph.cpython import no_garbage, on_one_stack
 from autopar.runtime.data.agreement import checksum
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.spmd.input_form import FlatCall, InputForm, Static, TensorForm, named_inputs
 from autopar.runtime.spmd.programs import Emitted
-from autopar.runtime.spmd.signature import FlatCall, Signature, Static, TensorForm, named_inputs
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import in_seconds, shape_text
 from planner.formulation.constraints.stored_layouts import PlannedInputs, PlannedTensor, StoredLayouts
@@ -36,6 +36,7 @@ from planner.plan.document.document import WITHOUT_GRAPH
 from planner.plan.further import check_may_have_further, further_plan, planned_inputs, stored_tensors
 from planner.plan.further_stages import Homes, homes
 from planner.plan.plan import Plan
+from planner.search.candidate_bounds import Progress
 
 MANY = 8
 """The number of further programs that is warned of: they are kept, and nothing bounds how many."""
@@ -186,18 +187,18 @@ class ProgramMaker:
         self,
         module: ParallelModule,
         call: FlatCall,
-        signature: Signature,
+        form: InputForm,
         mesh: Mesh,
         layouts: Mapping[str, Layout],
-        earlier: Collection[Signature],
+        earlier: Collection[InputForm],
     ) -> Emitted:
         """Capture on every rank, plan on rank 0, emit on every rank."""
         start, (model,) = time.monotonic(), module._original
         self._check_constants(model)
-        say(self.progress, f"capturing {type(model).__name__} for inputs {signature}")
-        args, kwargs = _examples(call, signature)
+        say(self.progress, f"capturing {type(model).__name__} for inputs {form}")
+        args, kwargs = _examples(call, form)
         loss_fn = _loss_fn_for(model, self.plan, self.loss_fn, kwargs)
-        with _in_state(model, self.state.in_mode(signature.training)):
+        with _in_state(model, self.state.in_mode(form.training)):
             traced = traced_alike(model, args, kwargs, loss_fn)
         stored = StoredLayouts(self.stored, _by_leaf(traced, layouts))
         plan = planned_on_rank_0(
@@ -207,9 +208,9 @@ class ProgramMaker:
         if micro_batched is not None:
             micro_batched = replace(micro_batched, pipeline=module.pipeline)
         made = further(module, traced.captured, assignment, micro_batched)
-        warn([self._said(module, signature, plan, layouts, time.monotonic() - start)])
+        warn([self._said(module, form, plan, layouts, time.monotonic() - start)])
         if len(earlier) == MANY:  # with the planned one
-            warn([_many([*earlier, signature])])
+            warn([_many([*earlier, form])])
         return made
 
     def _check_constants(self, model: nn.Module) -> None:
@@ -235,49 +236,49 @@ class ProgramMaker:
     def _said(
         self,
         module: ParallelModule,
-        signature: Signature,
+        form: InputForm,
         plan: Plan,
         layouts: Mapping[str, Layout],
         seconds: float,
     ) -> str:
         """What was made, for what, and where it is slower than it could be."""
-        planned = module.planned_signature
-        missing = planned.shapes.keys() - signature.shapes.keys()
+        planned = module.planned_form
+        missing = planned.shapes.keys() - form.shapes.keys()
         without = f" (without {', '.join(sorted(missing))})" if missing else ""
-        mode = "" if signature.training == planned.training else f" in {plan.model['mode']} mode"
+        mode = "" if form.training == planned.training else f" in {plan.model['mode']} mode"
         is_whole = not any(isinstance(t, Shard) for layout in layouts.values() for t in layout)
         is_slower = is_whole and any(self.inputs.ranks(name) > 1 for name in self.inputs.layouts)
         slower = "; ranks do not divide its batch, and each takes it whole" if is_slower else ""
         return (
-            f"planned a further program for inputs {signature}{without}{mode} in {seconds:.1f} s: "
+            f"planned a further program for inputs {form}{without}{mode} in {seconds:.1f} s: "
             f"{in_seconds(plan.predicted.step_time_s)} a step{slower}"
         )
 
 
-def _many(signatures: Collection[Signature]) -> str:
-    """Which inputs have the most forms in these signatures, the planned one among them, and what to do."""
+def _many(forms: Collection[InputForm]) -> str:
+    """Which inputs differ most between these forms, the planned one among them, and what to do."""
     found: dict[str, set[TensorForm | Static]] = {}
-    for signature in signatures:
-        for name, form in signature.inputs:
-            found.setdefault(name, set()).add(form)
-    most = max(len(forms) for forms in found.values())
-    varying = [name for name, forms in found.items() if len(forms) == most]
-    numbers = [name for name in varying if any(isinstance(form, Static) for form in found[name])]
+    for form in forms:
+        for name, each in form.inputs:
+            found.setdefault(name, set()).add(each)
+    most = max(map(len, found.values()))
+    varying = [name for name, seen in found.items() if len(seen) == most]
+    numbers = [name for name in varying if any(isinstance(each, Static) for each in found[name])]
     ways = [
         f"give {', '.join(numbers)} as a tensor, torch.as_tensor(value)" if numbers else "",
         "pad batches to a few sizes" if len(numbers) < len(varying) else "",
     ]
     return (
-        f"{len(signatures) - 1} further programs were planned so far, all of which are kept: {', '.join(varying)} came "
+        f"{len(forms) - 1} further programs were planned so far, all of which are kept: {', '.join(varying)} came "
         f"in {most} forms, and each new one takes a capture and a plan; {', and '.join(filter(None, ways))}"
     )
 
 
-def _examples(call: FlatCall, signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs of the form that a signature says; only shapes and dtypes of tensors matter."""
+def _examples(call: FlatCall, form: InputForm) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs of a form; only shapes and dtypes of tensors matter."""
     values = [
-        torch.zeros(form.shape, dtype=form.dtype) if isinstance(form, TensorForm) else form.value
-        for _, form in signature.inputs
+        torch.zeros(each.shape, dtype=each.dtype) if isinstance(each, TensorForm) else each.value
+        for _, each in form.inputs
     ]
     return call.with_values(values)
 

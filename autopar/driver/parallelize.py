@@ -13,7 +13,6 @@ from torch import nn
 
 from autopar.capture.capture import LossFn
 from autopar.driver.arguments import (
-    Progress,
     check_arguments,
     check_reporting,
     check_search,
@@ -47,6 +46,7 @@ from planner.formulation.constraints.stored_layouts import tensors_of
 from planner.formulation.training import Training
 from planner.plan.further_stages import homes
 from planner.plan.plan import Plan
+from planner.search.candidate_bounds import Progress
 from planner.search.search import GAP
 from planner.solve.transfers import TransferSchedule
 

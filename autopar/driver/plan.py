@@ -13,7 +13,6 @@ from torch import nn
 from autopar.capture.capture import LossFn
 from autopar.driver.arguments import (
     Fold,
-    Progress,
     check_arguments,
     check_reporting,
     check_search,
@@ -35,6 +34,7 @@ from planner.formulation.pinned_space import pinned_space
 from planner.formulation.training import Training
 from planner.plan.plan import Plan, Search, describe, refold, reprice, restage, restore
 from planner.search.advice import Request, search_or_advise
+from planner.search.candidate_bounds import Progress
 from planner.search.search import GAP
 from planner.solve.pipeline.schedule import schedule
 

@@ -161,8 +161,6 @@ def further(
     device, mesh = torch.device(module.device_mesh.device_type), module.mesh
     holder = {**groups_of(module.device_mesh), STATE: module.state}
     program, leaves = _program(captured, assignment, micro_batched, holder, device, is_further=True)
-    if isinstance(program, PipelineStep) and isinstance(module.program, PipelineStep):
-        program.seed = module.program.seed  # the scale of the loss that a GradScaler has come to
     interface = interface_of(captured, assignment, leaves)
     constants = {
         leaf.name: own_part(captured.constants[leaf.name], leaf, mesh, module.rank, device)

@@ -35,6 +35,7 @@ from autopar.runtime.optim.optimizer import Groups, StateKeeper, expect_state, m
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.pipeline.stage import programs_in
 from autopar.runtime.pipeline.trace import observed, save_together
+from autopar.runtime.spmd.input_form import InputForm
 from autopar.runtime.spmd.interface import Interface, LeafSpec
 from autopar.runtime.spmd.mesh import as_dtensor, contiguous_strides, groups_of, placements
 from autopar.runtime.spmd.module_tree import lookup, register
@@ -44,7 +45,6 @@ from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from autopar.runtime.spmd.pretrained import save_pretrained
 from autopar.runtime.spmd.programs import Emitted, Maker, Programs
 from autopar.runtime.spmd.run_state import RunState
-from autopar.runtime.spmd.signature import Signature
 from autopar.runtime.spmd.state_dict import on_all_stages, part_like, whole_tensors
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import sizes_text
@@ -153,9 +153,9 @@ class ParallelModule(Fronts):
         return self._program[0]
 
     @property
-    def planned_signature(self) -> Signature:
+    def planned_form(self) -> InputForm:
         """The form of the inputs that the module was planned for."""
-        return self._programs.signature
+        return self._programs.form
 
     @property
     def names(self) -> Mapping[str, str]:

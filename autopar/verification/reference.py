@@ -178,7 +178,7 @@ def _reference(
     loss = _loss_position(traced)
     step = _step(stepped, args, kwargs, loss_fn, loss, normalized_apart)
     return Reference(
-        **{name: getattr(step, name) for name in ("outputs", "names", "gradients", "buffers")},
+        **vars(step),
         model=before,
         traced=traced,
         args=args,

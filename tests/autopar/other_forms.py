@@ -1,4 +1,4 @@
-"""What the ranks of ``test_signatures`` do: one parallel module is called with inputs of many forms."""
+"""What the ranks of ``test_input_forms`` do: one parallel module is called with inputs of many forms."""
 
 from __future__ import annotations
 

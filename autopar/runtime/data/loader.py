@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autopar.runtime.data.batch_share import BatchShare
-from autopar.runtime.data.sampler import DistributedBatchSampler, Progress
+from autopar.runtime.data.sampler import DistributedBatchSampler, EpochProgress
+from autopar.runtime.spmd.input_form import mark
 from autopar.runtime.spmd.interface import Interface, LeafSpec
-from autopar.runtime.spmd.signature import mark
 from planner.base.errors import InputError
 
 OURS = ("batch_sampler", "sampler", "generator")
@@ -65,7 +65,7 @@ class DistributedDataLoader(DataLoader[Any]):
             )
         self._share, self._interface, self._shard, self._device = share, interface, shard, device
         self._seed = seed
-        self.progress = Progress()
+        self.progress = EpochProgress()
         collate = default_collate if collate_fn is None else collate_fn
         if isinstance(dataset, IterableDataset):
             if shuffle:

@@ -14,7 +14,7 @@ from planner.base.errors import InputError
 
 
 @dataclass
-class Progress:
+class EpochProgress:
     """How far passes over the data have come. Each pass is an epoch, and the next one begins where none was under way.
 
     Attributes:
@@ -94,7 +94,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
             )
         self.length, self.share = len(dataset), share
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.progress = Progress()
+        self.progress = EpochProgress()
 
     def __len__(self) -> int:
         """How many batches an epoch has."""

@@ -43,12 +43,11 @@ class PipelineStep:
     not micro-batched does.
 
     Attributes:
-        seed: the scale of the loss that the next step's backwards assume.
         left: where a step leaves backwards to the next one, the step that did.
     """
 
     def __init__(self, spec: StepSpec):
-        self.spec, self.seed = spec, torch.ones(())
+        self.spec = spec
         self.left: _Run | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,7 +81,7 @@ class PipelineStep:
         before = None
         if trains:
             before, self.left = self.left, None
-        run = _Run(self.spec, given, trains, self.seed, before)
+        run = _Run(self.spec, given, trains, self.spec.state.loss_scale, before)
         with torch.set_grad_enabled(trains):
             run.forward_and_backward()
         results = run.results()
@@ -99,7 +98,7 @@ class PipelineStep:
         is_frozen = not parameters and self.spec.trainers is not None and self.spec.trainers.group.size() > 1
         found = {} if complete is None else {name: leaf.grad for name, leaf in complete.parameters.local.items()}
         gradients = [found.get(name) for name in parameters]
-        seed = self.seed if complete is None else complete.seed
+        seed = self.spec.state.loss_scale if complete is None else complete.seed
         for position, leaving in enumerate(self.spec.outputs):
             value = results[position]
             if position == self.spec.loss:
@@ -113,7 +112,7 @@ class PipelineStep:
 
     def _scaled(self, scale: Tensor) -> None:
         """The loss was scaled so; the next step assumes the same."""
-        self.seed = power_of_two(scale)
+        self.spec.state.loss_scale = power_of_two(scale)
 
 
 class _Run:

@@ -13,18 +13,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autopar.runtime.spmd.interface import Interface, LeafSpec
-from autopar.runtime.spmd.mesh import part_of
-from autopar.runtime.spmd.signature import (
+from autopar.runtime.spmd.input_form import (
     FlatCall,
-    Signature,
-    captured_signature,
+    InputForm,
+    captured_form,
     check_values,
     flat_call,
     mark,
     marked,
     named_inputs,
 )
+from autopar.runtime.spmd.interface import Interface, LeafSpec
+from autopar.runtime.spmd.mesh import part_of
 from planner.base.errors import InputError
 from planner.formulation.constraints.stored_layouts import PlannedInputs, Shape
 from planner.ir.layout import Layout, Mesh, local_shape
@@ -53,7 +53,7 @@ class Maker(Protocol):
         """Raise :class:`planner.base.errors.PlanError` on all ranks if these words differ between them; a collective.
 
         Args:
-            inputs: the signature that the rank needs a program for.
+            inputs: the form that the rank needs a program for.
             training: the module's mode.
         """
 
@@ -61,19 +61,19 @@ class Maker(Protocol):
         self,
         module: Any,
         call: FlatCall,
-        signature: Signature,
+        form: InputForm,
         mesh: Mesh,
         layouts: Mapping[str, Layout],
-        earlier: Collection[Signature],
+        earlier: Collection[InputForm],
     ) -> Emitted:
-        """The program for a signature that all ranks have.
+        """The program for a form that all ranks have.
 
         Args:
             module: the parallel module.
             call: a call of that form, whose values are not looked at.
             mesh: with the program's micro-batches.
             layouts: of the inputs, by name.
-            earlier: signatures that have a program.
+            earlier: forms that have a program.
         """
 
 
@@ -87,12 +87,12 @@ class Programs:
 
     def __init__(self, planned: Emitted, maker: Maker | None):
         self.planned, self.maker = planned, maker
-        interface, self.signature = planned.interface, captured_signature(planned.interface)
+        interface, self.form = planned.interface, captured_form(planned.interface)
         self._leaf_of: dict[str, str | None] = named_inputs(interface.in_spec, interface.input_names)
-        self._forms = dict(self.signature.inputs)
+        self._forms = dict(self.form.inputs)
         leaves = {leaf.name: leaf for leaf in interface.leaves if leaf.kind == "input"}
         self._leaves = {name: leaves[leaf] for name, leaf in self._leaf_of.items() if leaf is not None}
-        self._made: dict[Signature, Emitted] = {self.signature: planned}
+        self._made: dict[InputForm, Emitted] = {self.form: planned}
 
     @property
     def all(self) -> tuple[Emitted, ...]:
@@ -109,10 +109,8 @@ class Programs:
         if None in shapes.values():
             planned = self._planned_shapes(parts, shapes, mesh)
             shapes = planned or {name: shape or self._inferred(name, parts[name]) for name, shape in shapes.items()}
-        signature = call.signature(
-            {name: shape for name, shape in shapes.items() if shape is not None}, module.training
-        )
-        return self._found(signature) or self._make(module, call, signature)
+        form = call.form({name: shape for name, shape in shapes.items() if shape is not None}, module.training)
+        return self._found(form) or self._make(module, call, form)
 
     def call_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FlatCall:
         """A call that some program may run.
@@ -148,24 +146,24 @@ class Programs:
         layouts = self._layouts(shapes)[1]
         return [replace(leaf, shape=shapes[name], layout=layouts[name]) for name, leaf in self._leaves.items()]
 
-    def _found(self, signature: Signature) -> Emitted | None:
+    def _found(self, form: InputForm) -> Emitted | None:
         """What was captured in train mode evaluates, too."""
-        found = self._made.get(signature)
-        return self._made.get(replace(signature, training=True)) if found is None and not signature.training else found
+        found = self._made.get(form)
+        return self._made.get(replace(form, training=True)) if found is None and not form.training else found
 
-    def _make(self, module: Any, call: FlatCall, signature: Signature) -> Emitted:
+    def _make(self, module: Any, call: FlatCall, form: InputForm) -> Emitted:
         assert self.maker is not None
         self.maker.check()
-        self.maker.check_alike(str(signature), signature.training)
-        mesh, layouts = self._layouts(signature.shapes)
-        made = self.maker(module, call, signature, mesh, layouts, self._made)
-        self._made[signature] = made
+        self.maker.check_alike(str(form), form.training)
+        mesh, layouts = self._layouts(form.shapes)
+        made = self.maker(module, call, form, mesh, layouts, self._made)
+        self._made[form] = made
         return made
 
     def _layouts(self, shapes: Mapping[str, Shape]) -> tuple[Mesh, dict[str, Layout]]:
         """See :meth:`PlannedInputs.cut`; here inputs go by the names of the call."""
         assert self.maker is not None
-        if shapes == self.signature.shapes:
+        if shapes == self.form.shapes:
             return self.maker.inputs.mesh, {name: leaf.layout for name, leaf in self._leaves.items()}
         mesh, found = self.maker.inputs.cut({self._leaf_of.get(name) or name: shape for name, shape in shapes.items()})
         return mesh, {name: found[self._leaf_of.get(name) or name] for name in shapes}

@@ -1,15 +1,25 @@
-"""What an emitted program needs to know beyond its tensors: train or eval mode, random state."""
+"""What the programs of a module know beyond their tensors: train or eval mode, random state, the scale of the loss."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from autopar.runtime.spmd.random_state import RandomState
 
 
 @dataclass
 class RunState:
-    """Whether the module trains (dropout draws) and the random numbers it draws from."""
+    """Shared by all programs of a module.
+
+    Attributes:
+        random: the random numbers that it draws from.
+        training: whether it trains (dropout draws).
+        loss_scale: of a gradient scaler, which the backwards of the next micro-batched step assume.
+    """
 
     random: RandomState
     training: bool = True
+    loss_scale: Tensor = field(default_factory=lambda: torch.ones(()))

@@ -12,7 +12,7 @@ import autopar
 from autopar.driver.further import _many
 from autopar.driver.plan import assign, staged
 from autopar.driver.trace import trace
-from autopar.runtime.spmd.signature import flat_call
+from autopar.runtime.spmd.input_form import flat_call
 from autopar.verification.float64 import exact
 from autopar.verification.typecheck import typecheck
 from planner.base.errors import InfeasibleError, InputError
@@ -50,8 +50,8 @@ def test_a_further_program_that_does_not_fit_says_by_how_much() -> None:
 def test_many_programs_are_told_by_the_inputs_that_vary() -> None:
     ids = torch.zeros(4, 12, dtype=torch.int64)
     calls = [{"ids": ids, "scale": number / 2, "use_cache": number > 4} for number in range(9)]
-    signatures = [flat_call((), call).signature({"ids": (4, 12)}, True) for call in calls]
-    assert _many(signatures) == (
+    forms = [flat_call((), call).form({"ids": (4, 12)}, True) for call in calls]
+    assert _many(forms) == (
         "8 further programs were planned so far, all of which are kept: scale came in 9 forms, and each new one takes "
         "a capture and a plan; give scale as a tensor, torch.as_tensor(value)"
     )

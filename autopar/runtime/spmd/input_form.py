@@ -1,4 +1,4 @@
-"""Signatures: the form of a call's inputs, which decides the program that runs it.
+"""The form of a call's inputs, which decides the program that runs it.
 
 ``shard`` knows the global shapes; ``forward`` is given parts, and finds on each the global shape that ``shard`` left
 there.
@@ -39,7 +39,7 @@ class Static:
 
 
 @dataclass(frozen=True)
-class Signature:
+class InputForm:
     """The form of a call: every input by name, as :func:`flat_call` has them, and the mode."""
 
     inputs: tuple[tuple[str, TensorForm | Static], ...]
@@ -48,15 +48,15 @@ class Signature:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the tensors, by name."""
-        return {name: form.shape for name, form in self.inputs if isinstance(form, TensorForm)}
+        return {name: each.shape for name, each in self.inputs if isinstance(each, TensorForm)}
 
     def __str__(self) -> str:
         """``input_ids 3x128 int64, use_cache False``."""
         return ", ".join(
-            f"{name} {shape_text(form.shape)} {str(form.dtype).removeprefix('torch.')}"
-            if isinstance(form, TensorForm)
-            else f"{name} {form.value!r}"
-            for name, form in self.inputs
+            f"{name} {shape_text(each.shape)} {str(each.dtype).removeprefix('torch.')}"
+            if isinstance(each, TensorForm)
+            else f"{name} {each.value!r}"
+            for name, each in self.inputs
         )
 
 
@@ -73,13 +73,13 @@ class FlatCall:
         args, kwargs = pytree.tree_unflatten(values, self.spec)
         return args, kwargs
 
-    def signature(self, shapes: Mapping[str, tuple[int, ...]], training: bool) -> Signature:
+    def form(self, shapes: Mapping[str, tuple[int, ...]], training: bool) -> InputForm:
         """That of the call; ``shapes``: global ones, by name."""
         forms = (
             TensorForm(shapes[name], value.dtype) if isinstance(value, Tensor) else Static(type(value), value)
             for name, value in zip(self.names, self.values, strict=True)
         )
-        return Signature(tuple(zip(self.names, forms, strict=True)), training)
+        return InputForm(tuple(zip(self.names, forms, strict=True)), training)
 
 
 def flat_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FlatCall:
@@ -103,14 +103,14 @@ class _Leaf:
     value: Any
 
 
-def captured_signature(interface: Interface) -> Signature:
+def captured_form(interface: Interface) -> InputForm:
     """That of the call that a program was captured for."""
     leaves = {leaf.name: TensorForm(leaf.shape, leaf.dtype) for leaf in interface.leaves if leaf.kind == "input"}
     forms = [
         Static(type(static), static) if name is None else leaves[name]
         for name, static in zip(interface.input_names, interface.static_inputs, strict=True)
     ]
-    return Signature(tuple(named_inputs(interface.in_spec, forms).items()), interface.captured_training)
+    return InputForm(tuple(named_inputs(interface.in_spec, forms).items()), interface.captured_training)
 
 
 def mark(part: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -132,11 +132,11 @@ def check_values(call: FlatCall, planned: Mapping[str, TensorForm | Static]) -> 
     """
     for name, value in zip(call.names, call.values, strict=True):
         if isinstance(value, Tensor):
-            form = planned.get(name)
-            if isinstance(form, TensorForm) and value.dtype != form.dtype:
+            each = planned.get(name)
+            if isinstance(each, TensorForm) and value.dtype != each.dtype:
                 raise InputError(
-                    f"input {name!r} has dtype {value.dtype}, but was planned as {form.dtype}: convert it "
-                    f"(.to({form.dtype})), or plan again with example inputs of this dtype"
+                    f"input {name!r} has dtype {value.dtype}, but was planned as {each.dtype}: convert it "
+                    f"(.to({each.dtype})), or plan again with example inputs of this dtype"
                 )
             continue
         parent = next((each for each in planned if name.startswith(f"{each}.")), None)
