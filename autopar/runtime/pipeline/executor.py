@@ -81,7 +81,7 @@ class PipelineStep:
         before = None
         if trains:
             before, self.left = self.left, None
-        run = _Run(self.spec, given, trains, self.spec.state.loss_scale, before)
+        run = _Run(self.spec, given, trains, self._loss_scale, before)
         with torch.set_grad_enabled(trains):
             run.forward_and_backward()
         results = run.results()
@@ -98,7 +98,7 @@ class PipelineStep:
         is_frozen = not parameters and self.spec.trainers is not None and self.spec.trainers.group.size() > 1
         found = {} if complete is None else {name: leaf.grad for name, leaf in complete.parameters.local.items()}
         gradients = [found.get(name) for name in parameters]
-        seed = self.spec.state.loss_scale if complete is None else complete.seed
+        seed = self._loss_scale if complete is None else complete.seed
         for position, leaving in enumerate(self.spec.outputs):
             value = results[position]
             if position == self.spec.loss:
@@ -109,6 +109,11 @@ class PipelineStep:
                 )
             elif leaving.differentiable and value is not None:
                 results[position] = refusing(value, _NO_LOSS)
+
+    @property
+    def _loss_scale(self) -> Tensor:
+        scale = self.spec.state.loss_scale
+        return torch.ones(()) if scale is None else scale
 
     def _scaled(self, scale: Tensor) -> None:
         """The loss was scaled so; the next step assumes the same."""

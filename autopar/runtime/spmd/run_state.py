@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from autopar.runtime.spmd.random_state import RandomState
@@ -17,9 +16,9 @@ class RunState:
     Attributes:
         random: the random numbers that it draws from.
         training: whether it trains (dropout draws).
-        loss_scale: of a gradient scaler, which the backwards of the next micro-batched step assume.
+        loss_scale: of a gradient scaler, which the backwards of the next micro-batched step assume; ``None``: 1.
     """
 
     random: RandomState
     training: bool = True
-    loss_scale: Tensor = field(default_factory=lambda: torch.ones(()))
+    loss_scale: Tensor | None = None
