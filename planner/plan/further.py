@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.analysis.memory import usage
-from planner.analysis.prediction import predict, predict_micro_batched
+from planner.analysis.prediction import predict_micro_batched
 from planner.base.errors import InfeasibleError, InputError, PinError, PlanError
 from planner.formulation.assignment import assignment_of
 from planner.formulation.batch_norm import may_be_by_micro_batch
@@ -193,7 +192,7 @@ def _searched(
             "smaller batch, or in one that the ranks divide (DataLoader(drop_last=True) leaves out a last one)",
             error.excess_bytes,
         ) from error
-    predicted = predict(found.assignment, found.evaluation.time_s, found.memory or usage(found.assignment))
+    _, predicted = found.planned_step
     candidates = tuple(candidate.facts() for candidate in found.candidates)
     search = Search(found.status, found.gap, found.seconds, candidates, time_limit_s=TIME_LIMIT_S)
     return describe(found.assignment, model, {}, predicted, search)
