@@ -163,19 +163,37 @@ class Space(LocalCosts):
 
     def called(self, mesh: Mesh) -> Space:
         """The same decisions on the same mesh with its axes called otherwise."""
+        return self._made(mesh, self.allow, self.allow_leaf, None)
+
+    def under(self, allow: Allow | None, allow_leaf: AllowLeaf | None) -> Space:
+        """The decisions of which other strategies and storage layouts are kept."""
+        return self._made(self.mesh, allow, allow_leaf, self)
+
+    def _made(self, mesh: Mesh, allow: Allow | None, allow_leaf: AllowLeaf | None, like: Space | None) -> Space:
         found = Space(
             self.folded,
             mesh,
             self.cost,
             self.training,
             self.decision_graph.rules,
-            self._node_options.allow,
-            self._node_options.allow_leaf,
+            allow,
+            allow_leaf,
             self.decision_graph,
             self.pace,
+            like,
         )
         found.in_flight = self.in_flight
         return found
+
+    @property
+    def allow(self) -> Allow | None:
+        """Keeps a strategy of an operator on an axis; ``None``: all are kept."""
+        return self._node_options.allow
+
+    @property
+    def allow_leaf(self) -> AllowLeaf | None:
+        """Keeps a storage layout of a leaf; ``None``: all are kept."""
+        return self._node_options.allow_leaf
 
     def at(self, pace: PipelinePace) -> Space:
         """The same decisions at another pace."""

@@ -41,6 +41,7 @@ from planner.plan.report.summary import (
     offloads,
     op_calls,
     pinned,
+    rebound,
     shared,
     stages,
     standing,
@@ -121,7 +122,9 @@ def _pill(text: str, tone: str = "") -> str:
 
 
 def _note(document: Document) -> str:
-    notes = "".join(f'<div class="note">{escape(note)}</div>' for note in document.notes)
+    came = "<br>".join(map(escape, rebound(document)))
+    notes = f'<div class="note"><b>Rebound</b> {came}</div>' if came else ""
+    notes += "".join(f'<div class="note">{escape(note)}</div>' for note in document.notes)
     if not document.coverage:
         return notes
     ops = ", ".join(f"{times} × <code>{escape(op)}</code>" for op, times in document.coverage.items())

@@ -31,6 +31,7 @@ from planner.plan.report.summary import (
     offloads,
     op_calls,
     pinned,
+    rebound,
     shared,
     stages,
     standing,
@@ -80,6 +81,7 @@ def _head(document: Document) -> str:
     pins = ", ".join(pinned(document))
     devices = f"{document.cluster.world_size} x {device.kind} ({document.cluster.backend})"
     rows = [
+        *(("" if number else "rebound", in_paragraph(each)) for number, each in enumerate(rebound(document))),
         ("mesh", sizes_text(document.sizes)),
         *([("pinned", in_paragraph(pins))] if pins else []),
         *([("batches", in_paragraph(micro_batched(document)))] if document.pipeline is not None else []),
