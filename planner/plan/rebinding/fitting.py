@@ -38,6 +38,9 @@ from planner.search.remat_selection import keeping, with_levels_between
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.pipeline.stages import evaluate as cut_of
 
+SHOWN = 8
+"""So many stages are told one by one."""
+
 
 @dataclass(frozen=True)
 class Fitted:
@@ -194,5 +197,8 @@ def recomputing_text(plan: Document) -> str:
 
 
 def stages_text(bounds: Sequence[int]) -> str:
-    """``"1 + 2 + 2 blocks"``."""
-    return " + ".join(str(high - low) for low, high in pairwise(bounds)) + " blocks"
+    """``"1 + 2 + 2 blocks"``, or ``"32 stages of 3 to 5 blocks"``."""
+    sizes = [high - low for low, high in pairwise(bounds)]
+    if len(sizes) > SHOWN:
+        return f"{len(sizes)} stages of {min(sizes)} to {max(sizes)} blocks"
+    return " + ".join(map(str, sizes)) + " blocks"

@@ -307,7 +307,7 @@ def _listed(blocks: Sequence[tuple[int, str, Sequence[str]]]) -> str:
     """``"4 x layers.* (norm: layer_norm, up: linear, down: linear and 3 more)"``."""
     told = []
     for count, name, ops in sorted(blocks, key=lambda each: -each[0])[:3]:
-        notable = [op for op in ops if re.search(r"linear|mm|conv|attention|embedding|norm|loss", op)] or ops
+        notable = [op for op in ops if re.search(r"linear|mm|conv|attention|embedding|norm|loss", _op(op))] or ops
         more = f" and {len(ops) - len(notable[:4])} more" if len(ops) > len(notable[:4]) else ""
         told.append(f"{count} x {name} ({', '.join(notable[:4])}{more})")
     return ", ".join(told)

@@ -19,7 +19,6 @@ from planner.formulation.certificate import Decided
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.constraints.zero import pinned_apart
 from planner.formulation.pinned_space import pinned_space
-from planner.formulation.remat.levels import NOTHING
 from planner.formulation.search_space import Space
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
@@ -140,7 +139,7 @@ def _made(plan: Plan, graph: Graph, cluster: ClusterSpec, configuration: Configu
     if configuration.pipeline is None:
         fitted = fitting.without_micro_batches(assignment, cluster)
     else:
-        fitted = fitting.in_stages(replace(assignment, recompute=NOTHING), configuration.pipeline, cluster)
+        fitted = fitting.in_stages(assignment, configuration.pipeline, cluster)
     gone = (Change(what, label, "", "the model has nothing like it") for what, label in matching.gone())
     changes = (*configuration.changes, *dropped, *carried.changes(assignment), *gone)
     return _Made(configuration, pin, fitted, changes)
@@ -188,8 +187,11 @@ def _runs_otherwise(plan: Plan, rebound: Plan, recomputes_alike: bool) -> Iterat
         return
     old, new = plan.pipeline.bounds, rebound.pipeline.bounds
     if old != new:
-        of_depth = f"the model is cut from {new[-1]} blocks, and was from {old[-1]}"
-        why = of_depth if old[-1] != new[-1] else "those of the plan would not fit in memory"
+        why = "those of the plan would not fit in memory"
+        if old[-1] != new[-1]:
+            why = f"the model has {new[-1]} blocks to cut between, and had {old[-1]}"
+        elif len(old) != len(new):
+            why = f"there are {len(new) - 1} stages"
         yield Change("blocks of the stages", stages_text(old), stages_text(new), why)
 
 
