@@ -97,7 +97,7 @@ class Space(LocalCosts):
         for variable in self.members:
             found[variable] = self._node_options.of_nodes(variable)
         for point, ref in self.variables.reshard_points.items():
-            found[point] = self._reshard_layouts(point, ref)
+            found[point] = self.reshard_layouts(point, ref)
         for position in range(len(self.leaving)):
             found["output", position] = self._node_options.of_output(position)
         return found
@@ -133,7 +133,7 @@ class Space(LocalCosts):
         """The reshard point of a value, if it has one."""
         return self.variables.reshard_point_of(ref)
 
-    def _reshard_layouts(self, point: Variable, ref: Ref) -> list[Layout]:
+    def reshard_layouts(self, point: Variable, ref: Ref) -> list[Layout]:
         """Layouts some reader of the value (in any instance) wants or its producer gives; P only if given."""
         readers = self.decision_graph.reshard_readers[point]
         wanted = {
@@ -163,24 +163,16 @@ class Space(LocalCosts):
 
     def called(self, mesh: Mesh) -> Space:
         """The same decisions on the same mesh with its axes called otherwise."""
-        return self._made(mesh, self.allow, self.allow_leaf, None)
-
-    def under(self, allow: Allow | None, allow_leaf: AllowLeaf | None) -> Space:
-        """The decisions of which other strategies and storage layouts are kept."""
-        return self._made(self.mesh, allow, allow_leaf, self)
-
-    def _made(self, mesh: Mesh, allow: Allow | None, allow_leaf: AllowLeaf | None, like: Space | None) -> Space:
         found = Space(
             self.folded,
             mesh,
             self.cost,
             self.training,
             self.decision_graph.rules,
-            allow,
-            allow_leaf,
+            self.allow,
+            self.allow_leaf,
             self.decision_graph,
             self.pace,
-            like,
         )
         found.in_flight = self.in_flight
         return found

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
 from planner.base.errors import PinError
 from planner.formulation.assignment import Assignment
-from planner.formulation.node_options import NodeOptions
+from planner.formulation.node_options import AllowLeaf, NodeOptions
 from planner.formulation.remat.levels import Recompute
 from planner.formulation.search_space import Space
-from planner.formulation.strategies import Choice, Ways, axis_ways, choices_of
+from planner.formulation.strategies import Allow, Choice, Ways, axis_ways, choices_of
 from planner.formulation.variables import Variable
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Layout, Mesh, format_layout
@@ -103,7 +104,10 @@ class CarriedDecisions:
                 return layout in leaves[node.name]
             return allowed_leaf is None or allowed_leaf(node, layout)
 
-        return self.space.under(allow, allow_leaf)
+        def found_in(point: Variable, layouts: list[Layout]) -> list[Layout]:
+            return self._found_in(point, layouts) if point not in free else layouts
+
+        return _Narrowed(self.space, allow, allow_leaf, found_in)
 
     def _node(self, variable: Variable) -> Node | None:
         """The first of the nodes that a decision is about."""
@@ -146,20 +150,32 @@ class CarriedDecisions:
         same = [number for number in most if all(text == str(layouts[number][at]) for at, text in shared)]
         return most if is_resized or not same else same
 
-    def _kept(self, space: Space, variable: Variable, free: set[Variable]) -> list[int]:
-        """What a decision may be, by number: values and outputs as the plan has them, if that is possible."""
-        options, entry = space.options[variable], self.matching.planned.get(variable)
-        if entry is None or variable in free or variable in space.members:
-            return [*range(len(options))]
-        layouts = [each for each in options if isinstance(each, tuple)]
-        closest = self._closest(layouts, entry, is_resized=True)
+    def _found_in(self, point: Variable, layouts: list[Layout]) -> list[Layout]:
+        """The layouts in which readers may find a value: the plan's, if that is possible, be it that none asks for it.
+
+        Args:
+            layouts: those that its maker gives or a reader asks for as they run.
+        """
+        entry = self.matching.planned.get(point)
+        if entry is None:
+            return layouts
+        same = [each for each in layouts if self._is_planned(each, entry, exactly=True)]
+        every = () if same else self.space.reshard_layouts(point, self.space.variables.reshard_points[point])
+        return same or [each for each in every if self._is_planned(each, entry)] or layouts
+
+    def _is_planned(self, layout: Layout, entry: PlannedDecision, exactly: bool = False) -> bool:
+        """Whether a layout is the plan's on the axes that the meshes share."""
         wanted = dict(zip(self.axes, entry.text.split(), strict=True))
-        holds = all(
-            _agree(wanted[axis.name], str(local_type))
-            for axis, local_type in zip(self.mesh.axes, layouts[closest[0]], strict=True)
-            if axis.name in wanted
-        )
-        return closest if holds else [*range(len(options))]
+        pairs = zip(self.mesh.names, map(str, layout), strict=True)
+        return all(wanted.get(axis, own) == own or (not exactly and _agree(wanted[axis], own)) for axis, own in pairs)
+
+    def _kept(self, space: Space, variable: Variable, free: set[Variable]) -> list[int]:
+        """What a decision may be, by number: outputs leave as the plan has it, if that is possible."""
+        options, entry = space.options[variable], self.matching.planned.get(variable)
+        every = [*range(len(options))]
+        if entry is None or variable in free or variable[0] != "output":
+            return every
+        return [at for at in every if self._is_planned(cast(Layout, options[at]), entry)] or every
 
     # ---- what does not ----
 
@@ -243,6 +259,39 @@ def _distinct(ways: Ways) -> Ways:
     for strategy, types in ways:
         found.setdefault((types, strategy.inner), (strategy, types))
     return [*found.values()]
+
+
+class _Narrowed(Space):
+    """A space in which operators, leaves and values may be less, as a plan has it.
+
+    Args:
+        space: the same with all that may be.
+        found_in: of a value's layouts those in which its readers may find it.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        allow: Allow,
+        allow_leaf: AllowLeaf,
+        found_in: Callable[[Variable, list[Layout]], list[Layout]],
+    ):
+        super().__init__(
+            space.folded,
+            space.mesh,
+            space.cost,
+            space.training,
+            space.rules,
+            allow,
+            allow_leaf,
+            space.decision_graph,
+            space.pace,
+            space,
+        )
+        self._found_in = found_in
+
+    def reshard_layouts(self, point: Variable, ref: Ref) -> list[Layout]:
+        return self._found_in(point, super().reshard_layouts(point, ref))
 
 
 # ---- the problem that is left ----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from planner.search.parallel_config import ParallelConfig, batch_of
 from planner.solve.pipeline.schedule import VIRTUAL_STAGES, check_fits
 from planner.solve.pipeline.stages import Pipeline
 
-MOST = 8
+MOST = 10
 """So many configurations are tried at most, the plan's own among them."""
 TOO_MUCH = "with fewer the step does not fit in memory"
 
@@ -77,12 +77,19 @@ def _wanted(plan: Document) -> Iterator[_Wanted]:
     yield _Wanted(stages, micro_batches, in_each)
     if plan.pipeline is None:
         return
-    each = (in_each,) if in_each else (False, True)
+    each = (False, True) if not in_each and _gathers(plan) else (in_each,)
     yield from (_Wanted(stages, micro_batches, also) for also in each[1:])
     for doubling in range(1, MOST):
         yield from (_Wanted(stages, micro_batches << doubling, also) for also in each)
         if stages > 1:
             yield from (_Wanted(stages << doubling, micro_batches, also) for also in each)
+
+
+def _gathers(plan: Document) -> bool:
+    """Whether any parameter is cut over ranks that have different samples, so that it must be gathered."""
+    cut = [name in _cutting_the_batch(plan) for name in plan.mesh.names]
+    layouts = (layout.split() for layout in plan.parameters.values())
+    return any(is_cut and t.startswith("S") for each in layouts for is_cut, t in zip(cut, each, strict=True))
 
 
 class _Fitted:
