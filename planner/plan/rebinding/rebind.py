@@ -33,8 +33,10 @@ from planner.plan.rebinding.matching import Blocks, Matching, matched_blocks
 from planner.search.candidate_bounds import Progress
 from planner.solve.problem import evaluate
 
-KEPT = ("offload", "update", "activations", "batch_norm")
-"""Pins that say what is computed, or where model data is: they fit every model."""
+AT_HOME = ("offload", "update", "activations")
+"""Pins that fit every model."""
+SIZELESS = (*AT_HOME, "recompute", "batch_norm", "pipeline", "micro_batches", "schedule", "virtual_stages")
+"""Pins that fit whatever sizes of axes there are."""
 REBOUND = "rebound"
 """How a search ended that was not made."""
 
@@ -44,7 +46,8 @@ class _Made:
     """A configuration with its decisions.
 
     Attributes:
-        changes: those of configuration and decisions.
+        pin: those of the configuration's pins that fit.
+        changes: what is not as in the plan.
     """
 
     configuration: Configuration
@@ -124,15 +127,31 @@ def _first_that_fits(plan: Plan, graph: Graph, cluster: ClusterSpec) -> _Made:
 
 
 def _made(plan: Plan, graph: Graph, cluster: ClusterSpec, configuration: Configuration) -> _Made:
-    """The plan's decisions in one configuration."""
-    pin, dropped = configuration.pin, tuple[Change, ...]()
-    try:
-        pins = Pins.parse(pin)
-        blocks, space = _space(plan, graph, cluster, configuration, pins)
-    except PinError as error:
-        pin = {name: value for name, value in plan.pin.items() if name in KEPT}
-        pins, dropped = Pins.parse(pin), _dropped(plan, pin, error)
-        blocks, space = _space(plan, graph, cluster, configuration, pins)
+    """The plan's decisions in one configuration, with as many of its pins as fit.
+
+    Raises:
+        PinError: nothing can run on this mesh.
+    """
+    whole = configuration.pin
+    ways = [whole, *({name: whole[name] for name in whole if name in kept} for kept in (SIZELESS, AT_HOME))]
+    why, dropped = "", dict[str, Any]()
+    for number, pin in enumerate(ways):
+        dropped = {name: value for name, value in plan.pin.items() if name not in pin}
+        try:
+            found = _decided(plan, graph, cluster, configuration, Pins.parse(pin))
+        except PinError as error:
+            why = why or str(error)
+            if number == len(ways) - 1:
+                raise
+        else:
+            break
+    gone = (Change(f"pin {name!r}", str(value), "", why) for name, value in dropped.items())
+    return replace(found, pin=pin, changes=(*configuration.changes, *gone, *found.changes))
+
+
+def _decided(plan: Plan, graph: Graph, cluster: ClusterSpec, configuration: Configuration, pins: Pins) -> _Made:
+    """The plan's decisions under some pins."""
+    blocks, space = _space(plan, graph, cluster, configuration, pins)
     matching = Matching(plan, blocks, space)
     fitting, carried = Fitting(matching, space, pins), CarriedDecisions(matching, plan.mesh, space)
     assignment = carried.decided(fitting.planned, cluster.device.usable_bytes)
@@ -141,8 +160,7 @@ def _made(plan: Plan, graph: Graph, cluster: ClusterSpec, configuration: Configu
     else:
         fitted = fitting.in_stages(assignment, configuration.pipeline, cluster)
     gone = (Change(what, label, "", "the model has nothing like it") for what, label in matching.gone())
-    changes = (*configuration.changes, *dropped, *carried.changes(assignment), *gone)
-    return _Made(configuration, pin, fitted, changes)
+    return _Made(configuration, configuration.pin, fitted, (*carried.changes(assignment), *gone))
 
 
 def _space(
@@ -155,12 +173,6 @@ def _space(
     training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, config.unsharding)
     ordered = replace(pins, schedule=schedule)
     return blocks, pinned_space(graph, blocks.folded, config.mesh, cluster, ordered, training, config.stages)
-
-
-def _dropped(plan: Plan, kept: Mapping[str, Any], error: PinError) -> tuple[Change, ...]:
-    """The pins that are no longer."""
-    gone = {name: value for name, value in plan.pin.items() if name not in kept}
-    return tuple(Change(f"pin {name!r}", str(value), "", str(error)) for name, value in gone.items())
 
 
 # ---- the document ----------------------------------------------------------------------------------------------------
