@@ -108,7 +108,7 @@ class _Fitted:
         pipeline, folded = self._pipeline(left)
         mesh, pin = self._mesh(inner, left // pipeline.ranks, pipeline.ranks)
         pipeline = replace(pipeline, micro_batches=self._micro_batches(mesh, pipeline))
-        self._note_stages(pipeline)
+        self._note_stages(pipeline, len(folded.instances))
         several = pipeline.ranks > 1 or pipeline.micro_batches > 1 or pipeline.schedule == "2bw"
         config = ParallelConfig(
             pipeline.ranks,
@@ -172,11 +172,16 @@ class _Fitted:
         if planned is None:
             return Pipeline("1f1b", 1, 1), coarse
         ranks = max(n for n in _divisors(self.wanted.stages) if left % n == 0)
-        folded = finer(coarse, rules_of(self.graph, coarse), ranks * planned.virtual_stages)
-        blocks, schedule = len(folded.instances), planned.schedule
-        fitting = [n for n in range(VIRTUAL_STAGES[schedule][0], planned.virtual_stages + 1) if ranks * n <= blocks]
+        rules, virtual, schedule = rules_of(self.graph, coarse), planned.virtual_stages, planned.schedule
+        folded, split = finer(coarse, rules, ranks), finer(coarse, rules, ranks * virtual)
+        if len(split.instances) == planned.bounds[-1]:
+            folded = split  # the plan has cut its layers for these stages, too
+        blocks = len(folded.instances)
+        fitting = [n for n in range(VIRTUAL_STAGES[schedule][0], virtual + 1) if ranks * n <= blocks]
         if fitting and (ranks > 1 or schedule == "2bw"):
             return Pipeline(schedule, ranks, 1, max(fitting)), folded
+        if ranks > 1 and len(split.instances) >= ranks * virtual:
+            return Pipeline(schedule, ranks, 1, virtual), split
         ranks = max(n for n in _divisors(ranks) if n <= blocks)
         return Pipeline("2bw" if schedule == "2bw" else "1f1b", ranks, 1), folded
 
@@ -204,7 +209,7 @@ class _Fitted:
             self.changes.append(Change("micro-batches", str(planned), str(found), why))
         return found
 
-    def _note_stages(self, pipeline: Pipeline) -> None:
+    def _note_stages(self, pipeline: Pipeline, blocks: int) -> None:
         planned = self.plan.pipeline
         if planned is None:
             return
@@ -215,7 +220,8 @@ class _Fitted:
             self.changes.append(Change("pipeline ranks", str(planned.ranks), str(pipeline.ranks), why))
         before, after = (f"{each.schedule}, {each.virtual_stages} a rank" for each in (planned, pipeline))
         if before != after:
-            why = "every stage needs a block, and its schedule several ranks"
+            why = f"every stage needs a block, of which the model has {blocks}"
+            why = why if pipeline.ranks > 1 else "one rank has no other"
             self.changes.append(Change("stages", before, after, why))
 
 
