@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.capture import LossFn
-from autopar.driver.arguments import check_arguments, check_reporting, say, warn
+from autopar.driver.arguments import check_arguments, check_cluster, check_reporting, say, warn
 from autopar.driver.trace import trace
 from autopar.emit.stage_programs import check_micro_batched
 from autopar.graph.cpython import no_garbage, on_one_stack
@@ -40,7 +40,7 @@ def rebind(
     if model is None:
         if example_args is not None or example_kwargs is not None or loss_fn is not None:
             raise InputError("inputs and a loss_fn are captured with their model: give model, too")
-        check_arguments(nn.Identity(), cluster)
+        check_cluster(cluster)
         if plan.assignment is None:
             raise PlanError(f"to stay with the model, {WITHOUT_GRAPH[0].lower()}{WITHOUT_GRAPH[1:]}; or give model")
         graph, facts, seconds = plan.assignment.space.graph, plan.model, {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.base.errors import InfeasibleError
+from planner.base.errors import InfeasibleError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
@@ -49,7 +50,8 @@ def arithmetic_bound(assignment: Assignment, config: ParallelConfig, pins: Pins,
     graph, cluster = space.graph, space.cost.cluster
     configs = {config, *without_micro_batches(cluster, pins, MAX_AXES)}
     if pipelines or pins.micro_batched:
-        configs.update(micro_batched(cluster, pins, graph, len(space.folded.instances), MAX_AXES, pipelines))
+        with contextlib.suppress(PinError):  # what is pinned leaves no other
+            configs.update(micro_batched(cluster, pins, graph, len(space.folded.instances), MAX_AXES, pipelines))
     arithmetic = Arithmetic(space.decision_graph, space.cost)
     return FreshBound(min(arithmetic.bound_s(each, pins.schedule) for each in configs))
 
@@ -63,7 +65,7 @@ def searched_bound(
     pipelines: bool,
     progress: Progress | None,
 ) -> FreshBound | None:
-    """That of a search under the same pins; ``None``: it finds nothing that fits.
+    """That of a search under the same pins; ``None``: it finds nothing that fits, in memory or the pins.
 
     Args:
         pipelines: whether it looks at pipelines that no pin asks for.
@@ -73,7 +75,7 @@ def searched_bound(
         found = search(
             graph, cluster, pins, training, time_limit_s=time_limit_s, gap=GAP, pipelines=pipelines, progress=progress
         )
-    except InfeasibleError:
+    except (InfeasibleError, PinError):
         return None
     looked = [each for each in found.candidates if each.proof != "arithmetic" or each.status != "not tried"]
     seen, step_s = tuple(candidate.facts() for candidate in looked), found.planned_step_s

@@ -75,6 +75,8 @@ def line(document: Document) -> str:
 def _head(document: Document) -> str:
     predicted, search, device = document.predicted, document.search, document.cluster.device
     proof = "" if search.status == "optimal" else f", at most {search.gap * 100:.1f} % from the best"
+    if document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
+        proof += " by arithmetic alone"
     steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in search.seconds.items())
     if proof and search.time_limit_s is not None:
         steps += f"; limit {search.time_limit_s:g} s"
