@@ -101,8 +101,9 @@ def _op(name: str) -> str:
     return name.rpartition(": ")[2].partition(" #")[0]
 
 
-def _path(name: str) -> str:
-    return name.rpartition(": ")[0]
+def _path(block: BlockPlan, name: str) -> str:
+    """``"layers.*.mlp.up"`` of ``"mlp.up: linear"`` in block ``"layers.*"``, where the plan does not say."""
+    return ".".join(filter(None, (block.name.partition("#")[0], name.rpartition(": ")[0])))
 
 
 def _stretched(blocks: Sequence[int], count: int) -> list[int]:
@@ -149,22 +150,18 @@ class Matching:
 
     def gone(self) -> Iterator[tuple[str, str]]:
         """Operators that the plan decides and the model does not have: what, and the decision."""
-        used = {self._alike(block, name) for block, name in self._ops.values()}
-        for number, block in enumerate(self.plan.blocks):
-            for name, label in block.ops.items():
-                if self._alike(number, name) not in used:
-                    used.add(self._alike(number, name))
-                    yield f"{name} of block {block.name!r}", label
+        used = {self._planned_keys[each] for each in self._ops.values()}
+        for (number, name), key in self._planned_keys.items():
+            if key not in used:
+                used.add(key)
+                block = self.plan.blocks[number]
+                yield f"{name} of block {block.name!r}", block.ops[name]
 
     def operator(self, kind: int, name: str) -> int | None:
         """Of a kind of block the operator that is like one of the plan's block that the kind is like, by position."""
         block = self.blocks.like[kind]
         at = (each[2] for each, found in self._ops.items() if each[1] == kind and found == (block, name))
         return cast(int | None, next(at, None))
-
-    def _alike(self, block: int, name: str) -> object:
-        """The same for the same operator of blocks that the plan decides apart."""
-        return tuple(self.plan.blocks[block].ops), name
 
     # ---- one decision after another ----
 
@@ -279,17 +276,22 @@ class Matching:
         return found
 
     @cached_property
-    def _by_path(self) -> dict[_Key, tuple[int, str]]:
-        """The same of the plan's, with block and name."""
-        counted, found = Counter[tuple[str, str]](), dict[_Key, tuple[int, str]]()
+    def _planned_keys(self) -> dict[tuple[int, str], _Key]:
+        """The same of the plan's, by number of the block and name."""
+        counted, found = Counter[tuple[str, str]](), dict[tuple[int, str], _Key]()
         details = self.plan.account.blocks
         for number, block in enumerate(self.plan.blocks):
             for name in block.ops:
                 detail = details[number].ops.get(name) if number < len(details) else None
-                path, op = _path(name) if detail is None else detail.path, _op(name)
-                found.setdefault((without_numbers(path), op, counted[path, op]), (number, name))
+                path, op = _path(block, name) if detail is None else detail.path, _op(name)
+                found[number, name] = without_numbers(path), op, counted[path, op]
                 counted[path, op] += 1
         return found
+
+    @cached_property
+    def _by_path(self) -> dict[_Key, tuple[int, str]]:
+        """Those operators by their keys, the first of each."""
+        return {key: each for each, key in reversed(self._planned_keys.items())}
 
     def _nothing_in_common(self, matched: int, operators: int) -> str:
         folded = self.space.folded

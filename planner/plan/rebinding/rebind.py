@@ -192,7 +192,8 @@ def _described(plan: Plan, model: Mapping[str, Any], made: _Made, seconds: Mappi
 
 def _runs_otherwise(plan: Plan, rebound: Plan, recomputes_alike: bool) -> Iterator[Change]:
     """What a rebound plan recomputes, and which blocks its stages have, where that is not as in the plan."""
-    if not recomputes_alike and (recomputing(plan) or recomputing(rebound)):
+    is_free = not recomputes_alike and "recompute" not in rebound.pin
+    if is_free and (recomputing(plan) or recomputing(rebound)):
         before, after = map(recomputing_text, (plan, rebound))
         yield Change("recomputation", before, after, "the least that the memory asks for")
     if plan.pipeline is None or rebound.pipeline is None or plan.pipeline.ranks == 1:

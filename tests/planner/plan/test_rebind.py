@@ -95,7 +95,7 @@ def test_other_sizes_have_the_same_strategies_and_the_price_of_their_file(pin: d
     found = rebound(plan, graph)
     assert strategies(found) == strategies(plan)
     assert {*found.parameters.values()} == {*plan.parameters.values()}
-    assert {change.what for change in found.changes} <= {"blocks of the stages", "recomputation"}
+    assert {change.what for change in found.changes} <= {"blocks of the stages"}
     again = priced_again(found, graph)
     assert again == found
     assert found.assignment is not None and found.assignment.space.graph == graph
