@@ -376,6 +376,9 @@ def _compared(
         found = found.noting(f"{real.size} ranks are too many to simulate: values were compared on {_describe(small)}")
     if ref.loss is None:
         found = found.noting("the model returns no differentiable scalar: outputs were compared, gradients were not")
+    if simulated.space.discards:
+        names = ", ".join(simulated.space.discarded_names)
+        found = found.noting(f"not compared, since training steps do not keep them: {names}")
     tolerance = ref.tolerance(small.size, rtol)
     if tolerance.blunt:
         worst = max(tolerance.blunt, key=tolerance.of)

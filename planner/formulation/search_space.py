@@ -117,6 +117,11 @@ class Space(LocalCosts):
         return discarded_outputs(self.graph, self.training.discards, self.mesh.micro_batches)
 
     @property
+    def discarded_names(self) -> tuple[str, ...]:
+        """What the model calls these."""
+        return tuple(self.graph.output_names[position] for position in sorted(self.discards))
+
+    @property
     def micro_batched(self) -> bool:
         """Whether a step is more than one forward and one backward."""
         return self.stages > 1 or self.mesh.micro_batches > 1
