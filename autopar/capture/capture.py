@@ -45,6 +45,8 @@ from autopar.graph.tensors import storage_of
 from planner.base.errors import CaptureError, InputError
 
 LossFn = Callable[..., torch.Tensor]
+ONLY = "output"
+"""The name of the only output of a model."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,9 @@ class _WithLoss(nn.Module):
 
 
 def output_name(path: tuple[Any, ...]) -> str:
-    """``loss``, ``hidden_states.0``: where an output stands among all; ``output`` where it is the only one."""
+    """``loss``, ``hidden_states.0``: where an output stands among all; :data:`ONLY` where it is the only one."""
     keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-    return ".".join(keys) or "output"
+    return ".".join(keys) or ONLY
 
 
 def accepted_names(module: nn.Module) -> frozenset[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from autopar.capture.capture import ONLY
 from autopar.driver.trace import Traced
 from planner.base.errors import InputError, PlanError
+from planner.formulation.discarded_outputs import discarded_outputs
 from planner.ir.graph import LOSS
 from planner.plan.document.document import EVALUATE
 from planner.plan.plan import Plan
@@ -42,7 +44,7 @@ def discards_of(traced: Traced, outputs: Outputs | None) -> tuple[str, ...] | No
     if unknown:
         raise InputError(
             f"outputs has {unknown[0]!r}, which {traced.name} does not return on these inputs: it returns "
-            f"{_listed(names)}"
+            f"{_listed(names) if names != (ONLY,) else 'one value, which with a loss_fn is the loss'}"
         )
     return tuple(name for name in traced.graph.output_names if not any(_is_of(name, asked) for asked in outputs))
 
@@ -54,10 +56,10 @@ def check_discards(traced: Traced, plan: Plan) -> None:
         PlanError: names it, and what may stand there.
     """
     graph = traced.graph
-    may = [name for position, name in enumerate(graph.output_names) if position not in graph.roots]
+    may = [graph.output_names[position] for position in sorted(discarded_outputs(graph, graph.output_names, 1))]
     wrong = next((name for name in plan.discards if name not in may), None)
     if wrong is not None:
-        why = "backward begins at it" if wrong in graph.output_names else f"{traced.name} does not return it"
+        why = "that is always kept" if wrong in graph.output_names else f"{traced.name} does not return it"
         raise PlanError(
             f'the plan\'s "discards" has output {wrong!r}, but {why}; possible: {_listed(may) or "none"}. Mend it, or '
             f"make another with {EVALUATE}"

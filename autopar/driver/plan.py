@@ -70,10 +70,10 @@ def plan(
             :class:`planner.formulation.constraints.pins.Pins`.
         optimizer_bytes_per_element: optimizer state per parameter element: Adam's is 8, and 12 where it steps masters
             in float32 (``master_dtype``, see :meth:`autopar.runtime.module.ParallelModule.optimizer`).
-        outputs: names of the model's outputs that training steps keep, beside what backward begins at: ``("loss",
-            "logits")``, of nested ones also those above them (``"hidden_states"``); ``"all"`` keeps all. Left out: in
-            a step of several micro-batches single numbers alone, since all else would be held for all of them; in
-            another all. Others are there under ``torch.no_grad()``; in training their use raises an error.
+        outputs: names of the model's outputs that training steps keep, beside the loss and other single numbers:
+            ``("loss", "logits")``, of nested ones also those above them (``"hidden_states"``); ``"all"`` keeps all.
+            Left out: in a step of several micro-batches none, since they would be held for all of them; in another
+            all. The others are returned under ``torch.no_grad()``; in training their use raises an error.
         fold: ``"capture"`` traces submodules that repeat once and decides once per distinct block, ``"graph"`` traces
             the whole model and decides once per distinct block, ``"off"`` decides for every operator of the model.
             The graph is the same in all three, and what ``"capture"`` cannot follow is traced whole.

@@ -29,7 +29,7 @@ class Training:
         activations: of how many blocks what is saved for backward may leave for where model data is at home.
         unsharding: when parameters are gathered, and their gradients reduced.
         discards: names of the outputs that a step does not keep, see :mod:`planner.formulation.discarded_outputs`;
-            ``None``: in a step of several micro-batches all but single numbers, in another none.
+            ``None``: in a step of several micro-batches all that may be, in another none.
     """
 
     optimizer_bytes_per_element: int = 8

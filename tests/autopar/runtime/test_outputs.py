@@ -96,7 +96,7 @@ def test_a_plan_says_what_is_kept_and_may_be_edited() -> None:
     document = plan.to_dict()
     kept = autopar.evaluate(model, Plan.from_dict({**document, "discards": ["logits"]}), **given)
     assert kept.discards == NAMES[:1] and kept.predicted.peak_bytes > plan.predicted.peak_bytes
-    for name, why in (("loss", "backward begins at it"), ("logit", "does not return it; possible: logits, hidden")):
+    for name, why in (("loss", "that is always kept"), ("logit", "does not return it; possible: logits, hidden")):
         with pytest.raises(PlanError, match=rf"\"discards\" has output '{name}', but .*{why}"):
             autopar.evaluate(model, Plan.from_dict({**document, "discards": [name]}), **given)
     verified = autopar.verify(model, plan, **given)

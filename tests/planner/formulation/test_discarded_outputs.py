@@ -26,7 +26,7 @@ def returning(*names: str) -> Graph:
         (("loss", "logits"), None, 1, set()),
         (("loss", "logits"), None, 4, {1}),
         (("logits", "loss", "other loss"), None, 4, {0}),  # numbers take no memory
-        (("other loss", "logits", "loss"), ("other loss",), 1, {0}),
+        (("other loss", "logits", "loss"), ("other loss", "logits"), 1, {1}),
         (("loss", "logits", "hidden.0"), ("hidden.0",), 4, {2}),
         (("loss", "logits"), ("loss",), 4, set()),  # backward begins at it
         (("loss", "logits"), ("gone",), 4, set()),  # of a further program, which returns less
