@@ -170,7 +170,15 @@ def _space(
     config, pipeline = configuration.config, configuration.pipeline
     blocks = matched_blocks(plan, pinned_apart(configuration.folded, pins.zero))
     schedule = None if pipeline is None else pipeline.schedule
-    training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, config.unsharding)
+    said = plan.mesh.micro_batches > 1 or plan.discards  # else all may be kept since a step has one micro-batch
+    training = Training(
+        plan.optimizer_bytes_per_element,
+        pins.tier,
+        pins.update,
+        plan.activations,
+        config.unsharding,
+        plan.discards if said else None,
+    )
     ordered = replace(pins, schedule=schedule)
     return blocks, pinned_space(graph, blocks.folded, config.mesh, cluster, ordered, training, config.stages)
 
@@ -225,6 +233,6 @@ def _bound(plan: Plan, rebound: Plan, made: _Made, time_limit_s: float, progress
     pins, space, pipelines = Pins.parse(made.pin), made.space, plan.pipeline is not None
     found = None
     if time_limit_s > 0:
-        training = Training(plan.optimizer_bytes_per_element)
+        training = Training(plan.optimizer_bytes_per_element, discards=space.training.discards)
         found = searched_bound(space.graph, space.cost.cluster, pins, training, time_limit_s, pipelines, progress)
     return found or arithmetic_bound(made.fitted.assignment, made.configuration.config, pins, pipelines)

@@ -99,3 +99,10 @@ def test_what_cannot_be_captured_or_told_is_refused(tmp_path: Path) -> None:
         Plan.load(tmp_path / "plan.json").rebind(cluster=cluster(8))
     with pytest.raises(PlanError, match=r"The plan is of Model and has .* the model has .* plan for it with autopar"):
         plan.rebind(nn.Sequential(nn.Conv1d(4, 4, 3), nn.Tanh()), example_args=(torch.randn(8, 4, 16),))
+
+
+def test_outputs_that_a_step_does_not_keep_are_carried() -> None:
+    inputs = {"input_ids": tokens(8, 8), "labels": labels(8, 8)}
+    plan = autopar.plan(gpt2(2, 32), cluster(2), example_kwargs=inputs, pin={"micro_batches": 2, "data": 2})
+    assert plan.discards == ("logits",)
+    assert plan.rebind(gpt2(4, 32), example_kwargs=inputs).discards == ("logits",)
