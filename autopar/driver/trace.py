@@ -34,6 +34,20 @@ class Traced:
         """What identifies the model in a plan."""
         return model_facts(self.graph, self.name, "train" if self.captured.training else "eval")
 
+    def check_micro_batched(self) -> None:
+        """Refuse a model that no micro-batched plan can train, before one is searched.
+
+        Raises:
+            InputError: it is to be trained and has no loss.
+        """
+        trained = any(leaf.results[0].grad for leaf in self.graph.leaves)
+        if self.captured.training and trained and self.graph.loss is None:
+            raise InputError(
+                "a micro-batched step runs its own backward, so the model must return its loss (one floating number "
+                "that depends on what is trained), or be given a loss_fn: give it one, or plan without pipelines and "
+                "micro_batches; to run it forward only, call model.eval() first"
+            )
+
 
 @on_one_stack
 @no_garbage()
