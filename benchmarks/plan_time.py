@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -105,8 +106,9 @@ def measured(number: int) -> Planned:
     start = time.time()
     try:
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=CAP_S, check=True)
-    except subprocess.TimeoutExpired:
-        return Planned(CASES[number], f"ended after {CAP_S:g} s", CAP_S)
+    except subprocess.TimeoutExpired as ended:
+        so_far = (ended.stdout or b"").decode().splitlines()  # bytes, also where text is asked for
+        return Planned(CASES[number], f"ended after {CAP_S:g} s, at: {so_far[-1] if so_far else 'imports'}", CAP_S)
     told = json.loads(done.stdout.splitlines()[-1])
     return Planned(CASES[number], start_s=told.pop("at") - start, **told)
 
@@ -119,7 +121,7 @@ def plan_here(case: Case) -> dict[str, Any]:
     cluster = _cluster(case)
     wall, cpu = time.perf_counter(), time.process_time()
     try:
-        plan = autopar.plan(model, cluster, example_kwargs=batch)
+        plan = autopar.plan(model, cluster, example_kwargs=batch, progress=partial(print, flush=True))
     except autopar.InfeasibleError as error:
         seconds = {"call_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
         return {"status": str(error).splitlines()[0].partition(":")[0], "at": time.time(), **seconds}
