@@ -22,7 +22,7 @@ from autopar.driver.arguments import (
     warn,
 )
 from autopar.driver.trace import Traced, trace
-from autopar.graph.cpython import no_garbage, on_one_stack
+from planner.base.cpython import no_garbage, on_one_stack
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment

@@ -13,7 +13,7 @@ from autopar.capture.capture import Captured, LossFn, capture
 from autopar.capture.hooks import check_hooks
 from autopar.capture.lowering import lower
 from autopar.driver.arguments import Fold, warn
-from autopar.graph.cpython import no_garbage, on_one_stack
+from planner.base.cpython import no_garbage, on_one_stack
 from planner.base.errors import InputError
 from planner.ir.graph import Graph
 from planner.plan.document.fingerprint import model_facts

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from planner.base.cpython import no_garbage
 from planner.formulation.assignment import Assignment
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import Recompute, unfolded
@@ -87,6 +88,7 @@ class Certificate:
         )
 
 
+@no_garbage()
 def certify(assignment: Assignment, bound_s: float) -> Certificate:
     """Price an assignment folded and unfolded.
 
