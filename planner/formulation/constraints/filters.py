@@ -14,7 +14,6 @@ from planner.base.errors import PinError
 from planner.formulation.batch_norm import check_batch_norm, is_by_micro_batch
 from planner.formulation.constraints.labels import (
     LABELS,
-    DistinctOperators,
     Labels,
     LabelsOf,
     label_dims,
@@ -25,10 +24,8 @@ from planner.formulation.constraints.labels import (
 from planner.formulation.constraints.pins import FREE_AXES, Pins
 from planner.formulation.constraints.roles import REST, ROLES, WEIGHTS, Role, described, ranks_sharing, sharing
 from planner.formulation.constraints.zero import check_zero, way_of, ways_of
-from planner.formulation.decisions import DecisionGraph
 from planner.formulation.node_options import AllowLeaf
 from planner.formulation.strategies import Allow
-from planner.ir.folding import fold_off
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.ops import OPS
@@ -60,7 +57,7 @@ def filters(
     shards = {"batch", *(label for role in roles if role is not None for label in role.labels)}
     weighted: Mapping[str, frozenset[str]] = {}
     if WEIGHTS in shards:
-        weighted = weight_factors(DistinctOperators(DecisionGraph(fold_off(graph), rules)))
+        weighted = weight_factors(graph, rules, graph.operators)
         shards = shards - {WEIGHTS} | {"context"} | ({"stream"} if pins.sequence_parallel is False else set())
     dims = {label: labels(label) for label in shards}
     if pins.sizes:

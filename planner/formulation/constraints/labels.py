@@ -54,8 +54,9 @@ class DistinctOperators:
     """The operators of one instance of each block, and of each way to enter it: no more of them in deeper models."""
 
     def __init__(self, decision_graph: DecisionGraph):
-        self.graph, self.standing_for = decision_graph.graph, decision_graph.variables.representative
-        each = ((node, decision_graph.rules[node.name]) for node in decision_graph.distinct)
+        self.graph, self.rules = decision_graph.graph, decision_graph.rules
+        self.standing_for = decision_graph.variables.representative
+        each = ((node, self.rules[node.name]) for node in decision_graph.distinct)
         self.operators = tuple(
             RuledNode(node, rule, tuple((self.standing_for(ref), dims) for ref, dims in tensors_of(node, rule)))
             for node, rule in each
@@ -107,7 +108,8 @@ def _queries(node: Node, rule: Rule) -> set[str]:
 
 def _tokens(distinct: DistinctOperators) -> Iterator[tuple[Ref, Place]]:
     """What norms run over, and what the parameter of a product lacks."""
-    products = weight_factors(distinct)
+    nodes = (node for node, _, _ in distinct.operators)
+    products = weight_factors(distinct.graph, distinct.rules, nodes)
 
     def factors(node: Node, rule: Rule) -> set[str]:
         lacked = rule.sizes.keys() - products[node.name] if node.name in products else set()
@@ -202,25 +204,18 @@ def _normed(rule: Rule) -> set[str]:
     return set(rule.sizes) - kept
 
 
-def weight_factors(distinct: DistinctOperators) -> dict[str, frozenset[str]]:
-    """Operators that contract with a parameter -> the factors of that parameter."""
+def weight_factors(graph: Graph, rules: Mapping[str, Rule], nodes: Iterable[Node]) -> dict[str, frozenset[str]]:
+    """Those of some operators that contract with a parameter -> the factors of that parameter."""
     found: dict[str, frozenset[str]] = {}
-    views: set[Ref] = set()
-
-    def is_weight(ref: Ref) -> bool:
-        return ref in views or distinct.graph.by_name[ref.node].op == "param"
-
-    for node, rule, tensors in distinct.operators:
+    for node in nodes:
         row = OPS.get(node.op)
-        operands = tensors[: len(node.inputs)]
-        if row is not None and row.view and operands and is_weight(operands[0][0]):
-            views.add(tensors[len(operands)][0])
         if row is None or (not row.contracts and row.looks_up != "rows"):
             continue
+        rule = rules[node.name]
         factors = frozenset(
             factor
-            for ref, dims in operands
-            if len(dims) > 1 and is_weight(ref)
+            for ref, dims in zip(node.inputs, rule.operands, strict=True)
+            if len(dims) > 1 and _is_weight(graph, ref)
             for dim in dims
             for factor in dim
             if factor not in rule.whole
@@ -228,3 +223,11 @@ def weight_factors(distinct: DistinctOperators) -> dict[str, frozenset[str]]:
         if factors:
             found[node.name] = factors
     return found
+
+
+def _is_weight(graph: Graph, ref: Ref) -> bool:
+    """Whether a value is a parameter, or a view of one."""
+    maker = graph.by_name[ref.node]
+    row = OPS.get(maker.op)
+    is_view = row is not None and row.view and ref.index == 0 and bool(maker.inputs)
+    return maker.op == "param" or (is_view and _is_weight(graph, maker.inputs[0]))
