@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -23,9 +23,7 @@ from autopar.driver.arguments import (
 )
 from autopar.driver.outputs import Outputs, check_discards, check_outputs, discards_of
 from autopar.driver.trace import Traced, trace
-from autopar.emit.build import MicroBatched
-from autopar.emit.stage_programs import check_micro_batched
-from autopar.graph.cpython import no_garbage, on_one_stack
+from planner.base.cpython import no_garbage, on_one_stack
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
@@ -38,6 +36,9 @@ from planner.search.advice import Request, search_or_advise
 from planner.search.candidate_bounds import Progress
 from planner.search.search import GAP
 from planner.solve.pipeline.schedule import schedule
+
+if TYPE_CHECKING:
+    from autopar.emit.build import MicroBatched
 
 
 @no_garbage()
@@ -119,7 +120,7 @@ def plan(
 def _runs_micro_batched(traced: Traced) -> bool:
     """Whether micro-batched steps can train the model."""
     try:
-        check_micro_batched(traced.captured, traced.graph)
+        traced.check_micro_batched()
     except InputError:
         return False
     return True
@@ -142,7 +143,7 @@ def plan_traced(
 ) -> Plan:
     """Plan a captured model; see :func:`plan`."""
     if pipelines or pins.micro_batched:
-        check_micro_batched(traced.captured, traced.graph)
+        traced.check_micro_batched()
     say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
     request = Request(
         traced.graph,
@@ -221,6 +222,8 @@ def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, MicroBatched
     Raises:
         PlanError: the plan's pipeline does not fit the model's blocks.
     """
+    from autopar.emit.build import MicroBatched  # with all that a plan runs with, which planning does not need
+
     found = restage(plan, assignment)
     if found is None:
         return assignment, None

@@ -9,9 +9,8 @@ from torch import nn
 
 from autopar.capture.capture import LossFn
 from autopar.driver.arguments import check_arguments, check_cluster, check_reporting, say, warn
-from autopar.driver.trace import trace
-from autopar.emit.stage_programs import check_micro_batched
-from autopar.graph.cpython import no_garbage, on_one_stack
+from autopar.driver.trace import check_micro_batched, trace
+from planner.base.cpython import no_garbage, on_one_stack
 from planner.base.errors import InputError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.document.document import WITHOUT_GRAPH
