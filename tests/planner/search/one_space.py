@@ -191,11 +191,12 @@ class Tally:
         self.worst_excess = max(self.worst_excess, other.worst_excess)
 
     def __str__(self) -> str:
+        search_s = self.search_s / max(1, self.problems)
         return (
             f"{self.problems} problems of {self.cases} models on clusters: {self.optimal} optimal, {self.open} open "
             f"(worst gap {self.worst_gap:.1%}, worst step {self.worst_excess:.1%} above the optimum), "
             f"{self.infeasible} in which nothing fits, {self.staged} with micro-batches or stages; {self.rows} bounds "
-            f"of configurations; {len(self.violations)} violations; {self.search_s / max(1, self.problems):.2f} s a search"
+            f"of configurations; {len(self.violations)} violations; {search_s:.2f} s a search"
         )
 
 
