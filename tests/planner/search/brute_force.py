@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -99,10 +99,18 @@ class BruteForce:
     Args:
         most: plans of one configuration that are looked at one by one, beyond which it is :class:`TooLargeError`.
         apart: whether equal blocks may differ in steps of several micro-batches or stages too.
+        training: what a step keeps where; when parameters are gathered is counted out.
     """
 
-    def __init__(self, graph: Graph, cluster: ClusterSpec, most: int = 3000, apart: bool = False):
-        self.graph, self.cluster, self.most, self.apart = graph, cluster, most, apart
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: ClusterSpec,
+        most: int = 3000,
+        apart: bool = False,
+        training: Training = Training(),  # noqa: B008
+    ):
+        self.graph, self.cluster, self.most, self.apart, self.training = graph, cluster, most, apart, training
         self.cost, self.rules = CostModel(cluster), rules_of(graph)
         self.folded = finer(fold(graph), self.rules, 2)
         self.levels = with_levels_between(named(self.folded), DecisionGraph(self.folded, self.rules), self.cost)
@@ -121,7 +129,7 @@ class BruteForce:
             for mesh in candidate_meshes(self.cluster, 2, world // stages):
                 for micro_batches in (n for n in range(1, batch + 1) if batch % n == 0):
                     found.append(Config(stages, mesh.micro_batched(micro_batches)))
-                    if not found[-1].in_one_piece and mesh.size > 1:
+                    if not found[-1].in_one_piece and mesh.size > 1 and self.training.tier == "device":
                         found.append(found[-1]._replace(once=False))
         return tuple(found)
 
@@ -142,7 +150,8 @@ class BruteForce:
         """Every decision of a configuration."""
         unsharding: Unsharding = PER_STEP if config.once else PER_MICRO_BATCH
         pace = pace_of(config.stages, config.mesh.micro_batches)
-        return Space(folded, config.mesh, self.cost, Training(unsharding=unsharding), self.rules, pace=pace)
+        training = replace(self.training, unsharding=unsharding)
+        return Space(folded, config.mesh, self.cost, training, self.rules, pace=pace)
 
 
 def best_of(optima: dict[Config, Optimum]) -> Optimum:
@@ -245,6 +254,15 @@ class Whole:
             if limit_bytes is None or self._peak(amount, row) <= limit_bytes:
                 return self._found(float(times[amount, row]), amount, row)
         return NOTHING_FITS
+
+    @property
+    def times(self) -> Iterator[tuple[int, int, float, float]]:
+        """Every amount and row with its seconds, and what of them is the update."""
+        leaves = [at for at, (kind, *_) in enumerate(self.space.variables) if kind == "leaf"]
+        vertices = self.space.problem(None).vertices
+        updating = np.sum([vertices[at].time_s[self.rows[:, at]] for at in leaves], axis=0)
+        for (amount, row), time_s in np.ndenumerate(self._costs[0]):
+            yield amount, row, float(time_s), float(updating[row])
 
     def best_by_the_sum(self, limit_bytes: int | None, frontier: bool) -> Optimum:
         times, peaks = self._costs

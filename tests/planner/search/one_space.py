@@ -7,15 +7,16 @@ at once, and what does not.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from planner.analysis.memory import usage
 from planner.base.errors import AutoparError, ClusterError, InfeasibleError
-from planner.cost.cluster import ClusterSpec
+from planner.cost.cluster import ClusterSpec, Host
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
@@ -23,24 +24,38 @@ from planner.search.branch_and_bound import Searched
 from planner.search.candidate_bounds import Candidate
 from planner.search.search import search
 from tests.planner.plans import Build
-from tests.planner.search.brute_force import BruteForce, Config, TooLargeError, best_of
+from tests.planner.search.brute_force import BruteForce, Config, Optimum, TooLargeError, best_of
+from tests.planner.search.brute_force_offload import Home, best_offloaded
 from tests.planner.search.test_optimum import random_cluster, with_memory
+from tests.planner.search.test_search import by_the_sum_alone
 
 EXACT = 1e-6
 """Part of a step by which what is proved may be off."""
 AMPLE = 2**40
+APART = False
+"""Whether equal blocks may differ in steps of several micro-batches or stages."""
+HOSTS = 0.4
+"""Part of the cases that have a host, as far as these plans can be counted out, too."""
+PINS: Mapping[Home, str] = {"host": "host", "either": "auto"}
+"""How a search is told where model data is at home."""
 DEVICES = ((1,), (2,), (2,), (2,), (3,), (4,), (2, 2))
 
 
 # ---- what is searched: the only places that know how a search is called and what it says of its candidates ---------
 
 
-def searched(graph: Graph, cluster: ClusterSpec) -> Searched | AutoparError:
+def searched(graph: Graph, cluster: ClusterSpec, pins: Pins = Pins()) -> Searched | AutoparError:  # noqa: B008
     """The best plan of all there are, or why the search says that there is none."""
     try:
-        return search(graph, cluster, Pins(), Training(), pipelines=True)
+        return search(graph, cluster, pins, Training(), pipelines=True)
     except (InfeasibleError, ClusterError) as error:
         return error
+
+
+def searched_by_the_sum(graph: Graph, cluster: ClusterSpec) -> Searched | AutoparError:
+    """The same where what a step in one piece holds is a sum of bytes, and no plan is simulated."""
+    with by_the_sum_alone():
+        return searched(graph, cluster)
 
 
 def in_one_piece(graph: Graph, cluster: ClusterSpec, folding: bool) -> Searched | None:
@@ -72,8 +87,9 @@ class Case:
 
     Attributes:
         text: both in words.
-        brute: all its plans.
+        brute: all its plans with model data on the device.
         limits: of memory in bytes; ``None``: ample.
+        offloaded: the best plans with model data at home on the host, by limit, where there is one.
     """
 
     seed: int
@@ -82,6 +98,7 @@ class Case:
     cluster: ClusterSpec
     brute: BruteForce
     limits: tuple[int | None, ...]
+    offloaded: Mapping[tuple[int | None, Home], Optimum] = field(default_factory=dict)
 
 
 def drawn(seed: int, limits: int = 3) -> Case | None:
@@ -91,7 +108,7 @@ def drawn(seed: int, limits: int = 3) -> Case | None:
     devices = rng.choice(DEVICES)
     cluster = with_memory(random_cluster(rng, devices), AMPLE)
     try:
-        brute = BruteForce(graph, cluster)
+        brute = BruteForce(graph, cluster, apart=APART)
         best = best_of(brute.optima(None))
         tight = [max(1, int(best.peak_bytes * rng.uniform(0.5, 1.05))) for _ in range(limits - 1)]
         for limit in tight:
@@ -99,7 +116,30 @@ def drawn(seed: int, limits: int = 3) -> Case | None:
     except TooLargeError:
         return None
     text = f"{text} on {' x '.join(map(str, devices))} devices"
-    return Case(seed, text, graph, cluster, brute, (None, *tight))
+    case = Case(seed, text, graph, cluster, brute, (None, *tight))
+    return with_host(case, rng, best.peak_bytes) if rng.random() < HOSTS else case
+
+
+def with_host(case: Case, rng: random.Random, device_bytes: int) -> Case:
+    """A case with a host, of ample or little memory, or the same where there are too many plans that use it."""
+    host = Host(
+        memory_bytes=rng.choice([AMPLE, int(device_bytes * rng.uniform(0.3, 1.2))]),
+        link_bytes_per_s=10 ** rng.uniform(7, 10),
+        memory_bandwidth_bytes_per_s=10 ** rng.uniform(7, 10),
+    )
+    cluster, found = case.cluster.model_copy(update={"host": host}), {}
+    limits = case.limits[:2]
+    try:
+        for limit, home in itertools.product(limits, PINS):
+            found[limit, home] = best_offloaded(case.graph, within(cluster, limit), home)
+    except TooLargeError:
+        return case
+    return replace(case, text=f"{case.text} with a host", cluster=cluster, limits=limits, offloaded=found)
+
+
+def within(cluster: ClusterSpec, limit_bytes: int | None) -> ClusterSpec:
+    """The cluster with so much memory, or ample."""
+    return cluster if limit_bytes is None else with_memory(cluster, limit_bytes)
 
 
 def random_model(rng: random.Random) -> tuple[Graph, str]:
@@ -143,7 +183,8 @@ class Violation:
             ``refused`` (something fits), ``better`` (than all there is), ``too large``, ``unfolded``.
         cause: ``sum`` where it holds of plans that fit by the sum of bytes, ``frontier`` where it holds of those of
             them on the Pareto frontier of recomputation, ``indivisible`` where the search says that the model cannot
-            be divided among the devices, else ``search``.
+            be divided among the devices, ``home`` where it holds of plans with model data on the device, ``offload``
+            where the home of model data is pinned to the host, else ``search``.
         off: by which part.
     """
 
@@ -167,8 +208,9 @@ class Tally:
     Attributes:
         optimal, open: plans said to be optimal, and with a gap; ``infeasible``: none said to fit; ``staged``: of these
             with micro-batches or stages.
+        offloads: searches with the home of model data pinned to the host.
+        above: plans that take longer than the optimum, ``worst_excess`` by which part at most.
         rows: bounds of single configurations that were compared.
-        worst_excess: the most by which a plan takes longer than the optimum.
     """
 
     cases: int = 0
@@ -177,6 +219,8 @@ class Tally:
     open: int = 0
     infeasible: int = 0
     staged: int = 0
+    offloads: int = 0
+    above: int = 0
     rows: int = 0
     worst_gap: float = 0.0
     worst_excess: float = 0.0
@@ -185,8 +229,20 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Count those of another one, too."""
-        for name in ("cases", "problems", "optimal", "open", "infeasible", "staged", "rows", "search_s", "violations"):
+        for name in (
+            "cases",
+            "problems",
+            "optimal",
+            "open",
+            "infeasible",
+            "staged",
+            "offloads",
+            "above",
+            "rows",
+            "search_s",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.violations += other.violations
         self.worst_gap = max(self.worst_gap, other.worst_gap)
         self.worst_excess = max(self.worst_excess, other.worst_excess)
 
@@ -194,9 +250,10 @@ class Tally:
         search_s = self.search_s / max(1, self.problems)
         return (
             f"{self.problems} problems of {self.cases} models on clusters: {self.optimal} optimal, {self.open} open "
-            f"(worst gap {self.worst_gap:.1%}, worst step {self.worst_excess:.1%} above the optimum), "
-            f"{self.infeasible} in which nothing fits, {self.staged} with micro-batches or stages; {self.rows} bounds "
-            f"of configurations; {len(self.violations)} violations; {search_s:.2f} s a search"
+            f"(worst gap {self.worst_gap:.1%}); {self.above} above the optimum (worst {self.worst_excess:.1%}); "
+            f"{self.infeasible} in which nothing fits, {self.staged} with micro-batches or stages; {self.offloads} "
+            f"with the host pinned; {self.rows} bounds of configurations; {len(self.violations)} violations; "
+            f"{search_s:.2f} s a search"
         )
 
 
@@ -204,72 +261,110 @@ def check(case: Case, tally: Tally) -> None:
     """Search a case within each of its limits, and count and compare what is found."""
     tally.cases += 1
     for limit in case.limits:
-        _check_limit(case, limit, tally)
+        of_limit = _Check(case, limit, tally)
+        of_limit.of_the_search()
+        of_limit.of_folding()
+        of_limit.of_offload()
 
 
-def _check_limit(case: Case, limit: int | None, tally: Tally) -> None:
-    cluster = case.cluster if limit is None else with_memory(case.cluster, limit)
-    optima, start = case.brute.optima(limit), time.monotonic()
-    found = searched(case.graph, cluster)
-    tally.search_s += time.monotonic() - start
-    tally.problems += 1
-    best = best_of(optima)
+class _Check:
+    """A case within one limit."""
 
-    def say(what: str, cause: str, off: float, text: str) -> None:
-        tally.violations.append(Violation(case.seed, case.text, limit, what, cause, off, text))
+    def __init__(self, case: Case, limit: int | None, tally: Tally):
+        self.case, self.limit, self.tally = case, limit, tally
+        self.cluster, self.optima = within(case.cluster, limit), case.brute.optima(limit)
 
-    _check_folding(case, cluster, say)
+    def say(self, what: str, cause: str, off: float, text: str) -> None:
+        """Tell a violation."""
+        self.tally.violations.append(Violation(self.case.seed, self.case.text, self.limit, what, cause, off, text))
+
+    def _compare(self, what: str, claimed_s: float, optimum: Optimum, where: object, cause: Callable[[], str]) -> bool:
+        """Whether nothing is faster than is claimed; else it is told."""
+        if claimed_s <= optimum.time_s * (1 + EXACT):
+            return True
+        text = f"{claimed_s:.6g} s said to be the least, and {optimum.time_s:.6g} s on {where}: {optimum.what}"
+        self.say(what, cause(), claimed_s / optimum.time_s - 1, text)
+        return False
+
+    def of_the_search(self) -> None:
+        """What is found, what is proved of it and of every configuration, and what is refused."""
+        start, tally = time.monotonic(), self.tally
+        found = searched(self.case.graph, self.cluster)
+        tally.search_s += time.monotonic() - start
+        tally.problems += 1
+        config, best = min(self.optima.items(), key=lambda each: each[1].time_s)
+        what, claimed_s = _claimed(found)
+        if isinstance(found, AutoparError):
+            tally.infeasible += 1
+            is_true = self._compare(what, claimed_s, best, config, lambda: self._cause(config, found))
+        else:
+            self._count(found, best)
+            is_true = self._compare(what, claimed_s, best, config, lambda: self._cause(config, found))
+            for row in found.candidates:
+                tally.rows += 1
+                own = config_of(row, self.optima)
+                self._compare("row", row.bound_s, self.optima[own], own, lambda own=own: self._cause(own, found))
+        for (limit, home), optimum in self.case.offloaded.items():
+            if limit == self.limit and is_true:
+                self._compare(what, claimed_s, optimum, f"the {home}", lambda: "home")
+
+    def _count(self, found: Searched, best: Optimum) -> None:
+        """Count what is found, and see that it is no better than can be."""
+        tally, time_s = self.tally, found.evaluation.time_s
+        tally.staged += found.staged is not None
+        tally.optimal, tally.open = tally.optimal + (found.gap == 0), tally.open + (found.gap > 0)
+        tally.worst_gap = max(tally.worst_gap, found.gap)
+        tally.above += time_s > best.time_s * (1 + EXACT)
+        tally.worst_excess = max(tally.worst_excess, time_s / best.time_s - 1)
+        if self.limit is not None and peak_of(found) > self.limit:
+            self.say("too large", "search", peak_of(found) / self.limit - 1, f"a plan of {peak_of(found)} B")
+        if time_s < best.time_s * (1 - EXACT):
+            self.say("better", "search", 1 - time_s / best.time_s, f"{time_s:.6g} s on {found.best.config}, not {best}")
+
+    def _cause(self, config: Config, found: Searched | AutoparError) -> str:
+        """Why what is said of a configuration does not hold: whether it does where memory is a sum of bytes."""
+        if isinstance(found, ClusterError):
+            return "indivisible"
+        if config.in_one_piece:
+            claimed_s = self._claimed_by_the_sum(config)
+            for name, is_on_frontier in (("sum", False), ("frontier", True)):
+                optimum = self.case.brute.by_the_sum(self.limit, frontier=is_on_frontier)[config]
+                if claimed_s <= optimum.time_s * (1 + EXACT):
+                    return name
+        return "search"
+
+    def _claimed_by_the_sum(self, config: Config) -> float:
+        """What is said to be the least of a configuration where memory is a sum of bytes."""
+        found = searched_by_the_sum(self.case.graph, self.cluster)
+        if isinstance(found, AutoparError):
+            return math.inf
+        of_rows = [row.bound_s for row in found.candidates if config_of(row, self.optima) == config]
+        return min(of_rows, default=found.bound_s)
+
+    def of_folding(self) -> None:
+        """Folded is unfolded, of plans that both can have."""
+        folded, unfolded = (in_one_piece(self.case.graph, self.cluster, folding) for folding in (True, False))
+        mine, other = (math.inf if each is None else each.evaluation.time_s for each in (folded, unfolded))
+        if not math.isclose(mine, other, rel_tol=EXACT):
+            off = max(mine, other) / min(mine, other) - 1
+            self.say("unfolded", "search", off, f"folded {mine:.6g} s, unfolded {other:.6g} s")
+
+    def of_offload(self) -> None:
+        """The same with the home of model data pinned to the host."""
+        for (limit, home), best in self.case.offloaded.items():
+            if limit == self.limit:
+                self.tally.offloads += 1
+                found = searched(self.case.graph, self.cluster, Pins.parse({"offload": PINS[home]}))
+                what, claimed_s = _claimed(found)
+                self._compare(what, claimed_s, best, f"the {home}", lambda: "offload")
+                if isinstance(found, Searched) and found.planned_step_s < best.time_s * (1 - EXACT):
+                    self.say(
+                        "better", "offload", 1 - found.planned_step_s / best.time_s, f"{found.planned_step_s:.6g} s"
+                    )
+
+
+def _claimed(found: Searched | AutoparError) -> tuple[str, float]:
+    """What a search says to be the least, and what it is if that is wrong."""
     if isinstance(found, AutoparError):
-        tally.infeasible += 1
-        if math.isfinite(best.time_s):
-            config = next(config for config, each in optima.items() if each is best)
-            cause = "indivisible" if isinstance(found, ClusterError) else _cause(case, limit, config, math.inf)
-            say("refused", cause, math.inf, f"{best.time_s:.6g} s fits on {config}: {best}; the search says: {found}")
-        return
-    time_s, bound_s = found.evaluation.time_s, found.bound_s
-    tally.staged += found.staged is not None
-    tally.optimal, tally.open = tally.optimal + (found.gap == 0), tally.open + (found.gap > 0)
-    tally.worst_gap = max(tally.worst_gap, found.gap)
-    tally.worst_excess = max(tally.worst_excess, time_s / best.time_s - 1)
-    if limit is not None and peak_of(found) > limit:
-        say("too large", "search", peak_of(found) / limit - 1, f"a plan of {peak_of(found)} B")
-    if time_s < best.time_s * (1 - EXACT):
-        say("better", "search", 1 - time_s / best.time_s, f"{time_s:.6g} s on {found.best.config}, not {best}")
-    config = next(config for config, each in optima.items() if each is best)
-    claimed = min(bound_s, time_s)
-    if claimed > best.time_s * (1 + EXACT):
-        what = "missed" if found.gap == 0 else "bound"
-        text = f"{claimed:.6g} s said to be the least, {best.time_s:.6g} on {config}: {best}"
-        say(what, _cause(case, limit, config, claimed), claimed / best.time_s - 1, text)
-    for row in found.candidates:
-        tally.rows += 1
-        own = config_of(row, optima)
-        truth = optima[own]
-        if row.bound_s > truth.time_s * (1 + EXACT):
-            off = row.bound_s / truth.time_s - 1
-            text = f"bound {row.bound_s:.6g} s by {row.proof}, {truth.time_s:.6g} on {own}: {truth}"
-            say("row", _cause(case, limit, own, row.bound_s), off, text)
-
-
-def _cause(case: Case, limit: int | None, config: Config, claimed_s: float) -> str:
-    """Of which plans of a configuration it holds that none is faster than is claimed."""
-    if config.in_one_piece:
-        for name, is_on_frontier in (("sum", False), ("frontier", True)):
-            by_sum = case.brute.by_the_sum(limit, frontier=is_on_frontier)[config]
-            if claimed_s <= by_sum.time_s * (1 + EXACT):
-                return name
-    return "search"
-
-
-def _check_folding(case: Case, cluster: ClusterSpec, say: Callable[[str, str, float, str], None]) -> None:
-    """Folded is unfolded, of plans that both can have."""
-    folded, unfolded = (in_one_piece(case.graph, cluster, folding) for folding in (True, False))
-    if folded is None or unfolded is None:
-        if folded is not unfolded:
-            text = f"folded {folded and folded.evaluation}, unfolded {unfolded and unfolded.evaluation}"
-            say("unfolded", "search", math.inf, text)
-        return
-    mine, other = folded.evaluation.time_s, unfolded.evaluation.time_s
-    if not math.isclose(mine, other, rel_tol=EXACT):
-        text = f"folded {mine:.6g} s ({folded.status}), unfolded {other:.6g} s ({unfolded.status})"
-        say("unfolded", "search", max(mine, other) / min(mine, other) - 1, text)
+        return "refused", math.inf
+    return "bound" if found.gap else "missed", min(found.bound_s, found.planned_step_s)
