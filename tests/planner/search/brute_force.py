@@ -48,6 +48,8 @@ from tests.planner.plans import named
 
 SCHEDULES = {"1f1b": (1,), "interleaved_1f1b": (2, 4, 8)}
 """Schedules of pipelines, with their numbers of virtual stages."""
+AXES = 3
+"""Axes of a mesh at most."""
 ROUNDING = 1e-9
 
 
@@ -121,12 +123,12 @@ class BruteForce:
 
     @cached_property
     def configs(self) -> tuple[Config, ...]:
-        """Every configuration of up to two axes."""
+        """Every configuration of up to three axes."""
         inputs = [leaf.results[0].shape for leaf in self.graph.leaves if leaf.op == "input"]
         batch = math.gcd(*(shape[0] for shape in inputs))
         found, world = [], self.cluster.world_size
         for stages in (n for n in range(1, min(world, len(self.kinds)) + 1) if world % n == 0):
-            for mesh in candidate_meshes(self.cluster, 2, world // stages):
+            for mesh in candidate_meshes(self.cluster, AXES, world // stages):
                 for micro_batches in (n for n in range(1, batch + 1) if batch % n == 0):
                     found.append(Config(stages, mesh.micro_batched(micro_batches)))
                     if not found[-1].in_one_piece and mesh.size > 1 and self.training.tier == "device":

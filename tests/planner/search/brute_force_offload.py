@@ -34,7 +34,7 @@ Plan = tuple[Assignment, Staged | None, float, Usage | None]
 """A plan as ``planned_step`` takes it."""
 
 
-def best_offloaded(graph: Graph, cluster: ClusterSpec, home: Home, most: int = 300) -> Optimum:
+def best_offloaded(graph: Graph, cluster: ClusterSpec, home: Home, most: int = 200) -> Optimum:
     """The best plan with model data at home on the host that fits the device and the host.
 
     Args:

@@ -12,11 +12,14 @@ from dataclasses import replace
 
 import pytest
 
+from planner.analysis.memory import usage
 from planner.analysis.pipeline.chain import chain_of
 from planner.analysis.pipeline.staged import price
+from planner.formulation.assignment import assignment_of
 from planner.solve.pipeline.stages import evaluate
+from planner.solve.problem import evaluate as cost_of
 from tests.planner.search import one_space
-from tests.planner.search.brute_force import BruteForce, Parts, best_of
+from tests.planner.search.brute_force import BruteForce, Parts, Whole, best_of
 from tests.planner.search.one_space import Case, Tally, check, drawn
 
 SEEDS = (9, 12, 43, 46, 55, 89, 93, 115, 121, 123, 127, 139)
@@ -68,13 +71,16 @@ def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         assert said(candidates=(*rows[:number], above, *rows[number + 1 :])) == {"row"}
 
 
-def test_chains_and_pruning_leave_out_nothing() -> None:
-    """Every assignment of a pipeline on its own, without what chains have in common or what prunes any."""
+def test_what_is_shared_and_pruned_leaves_out_nothing() -> None:
+    """Every assignment on its own, without what chains have in common or what prunes any."""
     case = case_of(55)
     for config in (each for each in case.brute.configs if not each.in_one_piece):
         parts = case.brute.parts[config]
         for limit in (None, 100, 90, 70):
-            assert parts.best(limit).time_s == pytest.approx(_counted(parts, limit), rel=1e-9)
+            assert parts.best(limit).time_s == pytest.approx(_parts_counted(parts, limit), rel=1e-9)
+    for limit in (None, 120, 110, 90):
+        for whole in case.brute.whole.values():
+            assert whole.best(limit).time_s == pytest.approx(_whole_counted(whole, limit), rel=1e-9)
 
 
 def test_where_equal_blocks_may_differ_there_is_more_and_nothing_is_lost() -> None:
@@ -87,7 +93,7 @@ def test_where_equal_blocks_may_differ_there_is_more_and_nothing_is_lost() -> No
     assert any(len(apart.parts[config].chains) > len(parts.chains) for config, parts in case.brute.parts.items())
 
 
-def _counted(parts: Parts, limit_bytes: int | None) -> float:
+def _parts_counted(parts: Parts, limit_bytes: int | None) -> float:
     best = math.inf
     for row in parts.rows.tolist():
         links = parts.links(row)
@@ -99,4 +105,12 @@ def _counted(parts: Parts, limit_bytes: int | None) -> float:
                         staged = price(links, pipeline, found, prefetch)
                         if limit_bytes is None or staged.peak_bytes <= limit_bytes:
                             best = min(best, staged.step_s)
+    return best
+
+
+def _whole_counted(whole: Whole, limit_bytes: int | None) -> float:
+    best = math.inf
+    for amount, row in itertools.product(whole.amounts, whole.rows.tolist()):
+        fits = limit_bytes is None or usage(assignment_of(whole.space, row, amount)).peak_bytes <= limit_bytes
+        best = min(best, cost_of(whole.space.problem(None, amount), tuple(row)).time_s) if fits else best
     return best
