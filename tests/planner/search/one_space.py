@@ -362,7 +362,8 @@ class _Check:
             if limit == self.limit:
                 self.tally.offloads += 1
                 found = searched(self.case.graph, self.cluster, Pins.parse({"offload": PINS[home]}))
-                self._compare(found, best, f"home {home}", lambda: "offload")
+                cause = "indivisible" if isinstance(found, ClusterError) else "offload"
+                self._compare(found, best, f"home {home}", partial(str, cause))
                 if isinstance(found, Searched) and found.planned_step_s < best.time_s * (1 - EXACT):
                     self.say(
                         "better", "offload", 1 - found.planned_step_s / best.time_s, f"{found.planned_step_s:.6g} s"
