@@ -110,9 +110,10 @@ class BruteForce:
         cluster: ClusterSpec,
         most: int = 3000,
         apart: bool = False,
-        training: Training = Training(),  # noqa: B008
+        training: Training | None = None,
     ):
-        self.graph, self.cluster, self.most, self.apart, self.training = graph, cluster, most, apart, training
+        self.graph, self.cluster, self.most, self.apart = graph, cluster, most, apart
+        self.training = training or Training()
         self.cost, self.rules = CostModel(cluster), rules_of(graph)
         self.folded = finer(fold(graph), self.rules, 2)
         self.levels = with_levels_between(named(self.folded), DecisionGraph(self.folded, self.rules), self.cost)
