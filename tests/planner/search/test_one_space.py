@@ -22,10 +22,11 @@ from tests.planner.search import one_space
 from tests.planner.search.brute_force import BruteForce, Parts, Whole, best_of
 from tests.planner.search.one_space import Case, Tally, check, drawn
 
-SEEDS = (9, 12, 43, 46, 55, 89, 93, 115, 121, 123, 127, 139)
+SEEDS = (34, 36, 46, 74, 76, 98, 101, 123, 127, 206, 290, 370)
 KNOWN = {"sum", "indivisible", "home", "offload"}
 """What does not hold yet. A search of steps in one piece adds up bytes that are not alive at once, so that what it
-proves is proved of plans that fit by that sum. It refuses a model no size of which the devices divide, though there are
+proves is proved of plans that fit by that sum; the bound of micro-batched steps does so too, which is wrong of seed
+302. It refuses a model no size of which the devices divide, though there are
 pipelines. It leaves the host alone unless that is pinned; and then it does not know what transfer schedules keep on the
 device, so that its bound is one of its own reckoning.
 """
