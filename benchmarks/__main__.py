@@ -1,7 +1,8 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [shards] [predicted] [published] [runs] [iopddl] [memory] [pipeline]
-                     [schedules] [transfer schedule] [offload] [fuzz [files]] [gpu_steps] [gpu_offload] [gpu_largest]
+                     [schedules] [transfer schedule] [offload] [fuzz [files]] [exact [problems [seed]]] [gpu_steps]
+                     [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    exact,
     fuzz,
     iopddl,
     largest,
@@ -64,6 +66,8 @@ def main(what: list[str]) -> None:
             run()
     if not what or "fuzz" in what:
         damages(next((int(each) for each in what if each.isdigit()), fuzz.FILES))
+    if not what or "exact" in what:
+        optima(*(int(each) for each in what if each.isdigit()))
 
 
 def plans() -> None:
@@ -523,6 +527,26 @@ def damages(files: int) -> None:
     print(record.write("fuzz", "Damaged files", notes, rows, raw, facts), flush=True)
     if any(r.faults for r in found):
         raise SystemExit("some files raised raw errors: their seeds and tracebacks stand above")
+
+
+def optima(problems: int = exact.PROBLEMS, seed: int = 0) -> None:
+    """What a search says against brute force; a violation is an error."""
+    facts = record.circumstances()
+    found = exact.run(problems, seed)
+    notes = (
+        "Random models of a few operators on random clusters of one to four devices, each within ample memory and two "
+        "limits around what its fastest plan needs. Brute force prices every plan: stages, micro-batches, schedules, "
+        "virtual stages, meshes, strategies, cuts, every block's level of recomputation, when parameters are gathered. "
+        "*missed*: said to be optimal, and something is faster; *bound*, *row*: a bound of all plans, or of one "
+        "configuration's, that a plan is below; *refused*: something fits. *Sum*: it holds of plans that fit by a sum "
+        "of bytes, in a search that knows no other memory; *indivisible*: refused since the devices divide no size of "
+        "the model; *home*: it holds of plans with model data on the device; *offload*: its home is pinned to the "
+        f"host. Seeds from {seed} on: {found}."
+    )
+    raw = {**vars(found), "violations": [asdict(each) for each in found.violations]}
+    print(record.write("exact", "Exactness", notes, exact.table(found), raw, facts), flush=True)
+    if found.violations:
+        raise SystemExit(f"{len(found.violations)} violations, which stand above")
 
 
 PARTS: dict[str, Callable[[], None]] = {
