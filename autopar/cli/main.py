@@ -125,7 +125,7 @@ def plan(
     time_limit: TimeLimit = 60.0,
     gap: Annotated[
         float | None,
-        typer.Option(help="Part of a step that need not be proved; 0: prove the fastest.", show_default="0.001"),
+        typer.Option(help="Part of a step that need not be proved; 0: prove the fastest.", show_default="0.01"),
     ] = None,
     max_axes: Annotated[int, typer.Option(min=1, max=3, help="Axes of meshes that no pin makes, at most.")] = 2,
 ) -> None:

@@ -57,8 +57,6 @@ class DecisionGraph:
         self.blocks: BlockFacts = BlockFacts(folded, rules, None if like is None else like.blocks.ways)
         self._takes: dict[tuple[str, Level], tuple[Flow, ...]] = {}
         self._flows_again: dict[Recompute, Mapping[Flow, int]] = {}
-        self._among: dict[frozenset[int], dict[int, set[int]]] = {}
-        self._flows_among: dict[frozenset[int], Mapping[Flow, int]] = {}
 
     def survey(self) -> None:
         """Walk the whole graph now, not when a mesh first asks: what comes after does not grow with its depth."""
@@ -159,21 +157,6 @@ class DecisionGraph:
             flows[variable, point, ref, (0,)] = len(self.variables.members[variable])
         return flows
 
-    def flows_among(self, instances: frozenset[int]) -> Mapping[Flow, int]:
-        """How often each flow occurs in some instances: by which of them it is read, or resharded."""
-        if instances not in self._flows_among:
-            flows, among = Counter[Flow](), self.among(instances)
-            for instance, numbers in self._entered:
-                count = len(among.get(instance.kind, set()).intersection(numbers))
-                for flow in self._read_by(instance) if count else ():
-                    flows[flow] += count
-            for point, ref in self.variables.reshard_points.items():
-                variable = self.variables.variable_of[ref.node]
-                if variable[0] == "op" and variable[1] in among:
-                    flows[variable, point, ref, (0,)] = len(among[cast(int, variable[1])])
-            self._flows_among[instances] = flows
-        return self._flows_among[instances]
-
     @cached_property
     def equal_blocks(self) -> frozenset[int]:
         """The most instances of one kind with operands from the same variables, of the kind with most work."""
@@ -183,15 +166,6 @@ class DecisionGraph:
         alike = max((numbers for instance, numbers in self._entered if instance.kind == most), key=len)
         found = {*alike}
         return frozenset(at for at, (kind, nth) in enumerate(self.blocks.numbers) if kind == most and nth in found)
-
-    def among(self, instances: frozenset[int]) -> Mapping[int, set[int]]:
-        """Which of their kind some instances are, by kind."""
-        if instances not in self._among:
-            found = self._among.setdefault(instances, {})
-            for at in instances:
-                kind, nth = self.blocks.numbers[at]
-                found.setdefault(kind, set()).add(nth)
-        return self._among[instances]
 
     def _read_by(self, instance: Instance) -> Iterator[Flow]:
         """The flows of all that an instance of a block reads."""

@@ -73,8 +73,8 @@ class EdgeCosts:
         Args:
             waits: where it is a sum over micro-batches, it is not there before the last of them.
         """
-        rows = np.array([table.index[_layout_at_tail(o, index)] for o in tails])
-        columns = [np.array([table.index[_layout_at_head(o, p)] for o in heads]) for p in positions]
+        rows = np.array([table.index[layout_at_tail(o, index)] for o in tails])
+        columns = [np.array([table.index[layout_at_head(o, p)] for o in heads]) for p in positions]
         key = (id(table), rows.tobytes(), tuple(each.tobytes() for each in columns), is_param)
         if key not in self._pairs:
             self._pairs[key] = _convert(table, rows, columns, is_param)
@@ -92,11 +92,13 @@ class EdgeCosts:
         return not tensor.grad and tensor.numel == 1 and not self.graph.follows_from_parameters(ref)
 
 
-def _layout_at_tail(option: Choice | Layout, index: int) -> Layout:
+def layout_at_tail(option: Choice | Layout, index: int) -> Layout:
+    """The layout in which a choice gives a result."""
     return option.results[index] if isinstance(option, Choice) else option
 
 
-def _layout_at_head(option: Choice | Layout, position: int) -> Layout:
+def layout_at_head(option: Choice | Layout, position: int) -> Layout:
+    """The layout in which a choice wants an operand."""
     return option.operands[position] if isinstance(option, Choice) else option
 
 

@@ -9,7 +9,7 @@ them; each of these stages has one block at least, in the order of the graph.
 
 Equal blocks are *packed* whole: where a rank that waits for ``w`` of them has ``n``, the step is no shorter than
 ``n * m + w`` times what one of ``m`` micro-batches takes in one block; and only from some length on is there room for
-all of them. That says nothing of other blocks, so the search decides for the average rank and bounds by both.
+all of them. That says nothing of other blocks, so a configuration is bounded by both before anything is decided.
 """
 
 from __future__ import annotations
@@ -41,73 +41,22 @@ class PipelinePace:
     rounds: float
     waits: tuple[float, ...] = ()
 
-    @property
-    def packed(self) -> frozenset[int]:
-        """The blocks that it is the pace of alone, by their numbers in the graph; none: it is that of all."""
-        return frozenset()
-
-    def work(self, times: int, part: float) -> float:
-        """How often a step takes what runs in each micro-batch, waiting of the average rank aside.
-
-        Args:
-            times: in how many blocks.
-            part: and in which part of those that are packed.
-        """
-        return times * self.rounds
-
     def waited(self, instances: Iterable[Instance], kind: object) -> float:
         """How often the average rank waits for the blocks of a kind; ``instances`` are all, in order."""
         return sum(times for times, each in zip(self.waits, instances, strict=False) if each.kind == kind)
 
-    def again(self, times: int, again: int, part: float) -> float:
-        """How often it takes what so many of those blocks recompute, which a rank may do while it waits."""
-        return again * self.rounds
-
-    def once(self, times: int, part: float) -> float:
-        """How often a rank takes what is done once a step."""
-        return times / self.stages
-
-    def once_again(self, times: int, again: int, part: float) -> float:
-        """The same where so many of those blocks do it again in backward."""
-        return again / self.stages
-
 
 @dataclass(frozen=True)
-class Packed(PipelinePace):
-    """That of equal blocks, each whole on some rank: how often one rank takes what it takes in them.
-
-    Nothing is known of other blocks, nor of what only some of these recompute.
+class Packed:
+    """Equal blocks, each whole on some rank.
 
     Attributes:
         instances: their numbers in the graph.
         most: some rank takes so often what one micro-batch takes in one of them, its waiting included.
-        own: and so often at least without what it waits for.
-        blocks: that rank, and the one with most, has so many of them at least.
     """
 
-    instances: frozenset[int] = frozenset()
-    most: int = 0
-    own: int = 0
-    blocks: int = 0
-
-    @property
-    def packed(self) -> frozenset[int]:
-        return self.instances
-
-    def work(self, times: int, part: float) -> float:
-        return part * self.most
-
-    def waited(self, instances: Iterable[Instance], kind: object) -> float:
-        return 0.0  # that is among the most
-
-    def again(self, times: int, again: int, part: float) -> float:
-        return part * self.own if again == times else 0.0
-
-    def once(self, times: int, part: float) -> float:
-        return part * self.blocks
-
-    def once_again(self, times: int, again: int, part: float) -> float:
-        return part * self.blocks if again == times else 0.0
+    instances: frozenset[int]
+    most: int
 
 
 def pace_of(stages: int, micro_batches: int, schedule: str | None = None) -> PipelinePace:
@@ -149,6 +98,4 @@ def pack(pace: PipelinePace, instances: frozenset[int]) -> Packed:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    own = high - max(waits)
-    blocks = min(-(-own // micro_batches), -(-len(instances) // ranks))
-    return Packed(ranks, micro_batches, pace.rounds, pace.waits, instances, high, own, blocks)
+    return Packed(instances, high)

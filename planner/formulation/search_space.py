@@ -199,12 +199,6 @@ class Space(LocalCosts):
         """Keeps a storage layout of a leaf; ``None``: all are kept."""
         return self._node_options.allow_leaf
 
-    def at(self, pace: PipelinePace) -> Space:
-        """The same decisions at another pace."""
-        space = copy.copy(self)
-        space.pace = pace
-        return space
-
     def vertices(
         self, limit_bytes: int | None, recompute: Recompute = NOTHING, up_to: Sequence[Recompute] = ()
     ) -> tuple[Vertex, ...]:
@@ -244,10 +238,9 @@ class Space(LocalCosts):
                 kept -= most.get(flow, 0)
             elif is_param and self.mesh.micro_batches > 1 and self.graph.type_of(ref).grad:
                 kept, late = 2 * kept, tail in self.members
-            packed = self._packed(flow)
-            key = (*map(id, pair), is_param, count, again, kept, late, packed)
+            key = (*map(id, pair), is_param, count, again, kept, late)
             if key not in known:
-                known[key] = self._costs(pair, is_param, count, again, kept, packed, self._late(flow) if late else None)
+                known[key] = self._costs(pair, is_param, count, again, kept, self._late(flow) if late else None)
             edges.append(Edge(index[tail], index[head], *known[key]))
         return Problem(self.vertices(limit_bytes, recompute, up_to), tuple(edges), limit_bytes)
 
@@ -258,7 +251,6 @@ class Space(LocalCosts):
         count: int,
         again: int,
         kept: int,
-        packed: float,
         late: Ints | None = None,
     ) -> Pair:
         """Seconds, seconds in the background, and bytes held, of a resharding that occurs so often.
@@ -266,20 +258,15 @@ class Space(LocalCosts):
         Args:
             again: how often it runs again in backward.
             kept: how many results are held, of a parameter.
-            packed: in which part of the blocks that are packed it occurs.
             late: see :meth:`_late`.
         """
         forward, backward, gathered = pair
         if not is_param:
-            work = self.pace.work(count, packed)
-            there_s = _often(forward, work + self.pace.again(count, again, packed))
+            work = count * self.pace.rounds
+            there_s = _often(forward, work + again * self.pace.rounds)
             return there_s + _often(backward, work), np.zeros(forward.shape), gathered
-        back = self.pace.once(count, packed) * self.gathers_per_step
-        there = (
-            back
-            if self.unsharding.once_per_step
-            else back + self.pace.once_again(count, again, packed) * self.gathers_per_step
-        )
+        back = count / self.stages * self.gathers_per_step
+        there = back if self.unsharding.once_per_step else back + again / self.stages * self.gathers_per_step
         times = self.in_flight if self.in_flight is not None and not self.unsharding.once_per_step else 1
         sizes = (gathered * kept * times).astype(np.int64)
         held = self.on_average(sizes if late is None else sizes - count * late)
@@ -295,17 +282,6 @@ class Space(LocalCosts):
         table, options = self.table(flow[2]), self.options[flow[0]]
         stored = table.held[[table.index[cast(Layout, layout)] for layout in options]]
         return np.where(self._edge_costs.of(flow)[2] > 0, stored[:, None], 0)
-
-    def _packed(self, flow: Flow) -> float:
-        """In which part of the blocks that are packed a flow occurs: all or none, or its share where each is a kind."""
-        packed = self.pace.packed
-        return self.decision_graph.flows_among(packed).get(flow, 0) / len(packed) if packed else 0.0
-
-    def _packed_of(self, variable: Variable) -> float:
-        """The same of an operator, or a leaf of its own."""
-        packed = self.pace.packed
-        is_own = packed and len(variable) == 3
-        return len(self.decision_graph.among(packed).get(cast(int, variable[1]), ())) / len(packed) if is_own else 0.0
 
     def on_average(self, held: Ints) -> Ints:
         """Bytes that the average rank holds of what the stages hold together, rounded down so that bounds stay ones."""
@@ -331,7 +307,7 @@ class Space(LocalCosts):
                 for i, layout in enumerate(options):
                     assert isinstance(layout, tuple)
                     time[i], held[i] = self.storage(node, layout)
-                held, once = self.on_average(held * times), self.pace.once(times, self._packed_of(variable))
+                held, once = self.on_average(held * times), times / self.stages
                 return Vertex(str(variable), time * once, np.zeros(size), cover, held, transient)
             again = self.decision_graph.runs_again(variable, amounts[0])
             (forward, backward, inner_again, inner_backward), transient, parameters = self._works_of(node, options)
@@ -342,12 +318,12 @@ class Space(LocalCosts):
             is_away, on_cpu = self.training.tier != "device", self.cost.cluster.on_cpu
             if is_away or (not self.micro_batched and (again_everywhere or on_cpu)):
                 transient = transient + parameters
-            packed, pace = self._packed_of(variable), self.pace
+            pace = self.pace
             time = (forward + backward + inner) * (
-                pace.work(times, packed) + pace.waited(self.folded.instances, variable[1])
+                times * pace.rounds + pace.waited(self.folded.instances, variable[1])
             )
-            time += (forward + inner_again) * pace.again(times, again, packed)
-            cover = backward * self.overlap * pace.once(times, packed)
+            time += (forward + inner_again) * (again * pace.rounds)
+            cover = backward * self.overlap * (times / self.stages)
             held = functools.reduce(np.minimum, [self._held(variable, node, options, each) for each in held_with])
             held = self.on_average((held * (self.in_flight or 1.0)).astype(np.int64))
             if self.stages > 1 and self.in_flight is None:  # the rank with this operator may hold less than the average

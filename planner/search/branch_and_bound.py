@@ -40,7 +40,6 @@ from planner.search.candidate_bounds import (
     evaluate_branch,
     is_near,
     is_reached,
-    left_behind,
 )
 from planner.search.infeasibility import check_divisible
 from planner.search.parallel_config import Arithmetic, ParallelConfig, seeds
@@ -163,6 +162,8 @@ def branch_and_bound(
         if row is not None:
             rows = [*(each for each in rows if each.config != row.config), row]
         proofs = [*closer, *(branch for branch in branches if branch.candidate.config.micro_batched)]
+        least = {each.config: each.bound_s for each in _rows(closer)}
+        rows = [replace(each, bound_s=min(each.bound_s, least.get(each.config, math.inf))) for each in rows]
     if best is None:
         return NothingFits(rows, proofs)
     return completed(context, best, rows, [branch.candidate.bound_s for branch in proofs])
@@ -228,7 +229,6 @@ def _best_first(
     while waiting:
         is_late = context.is_late()
         if best is not None and is_late:
-            waiting += [other for branch in waiting for other in left_behind(context, branch)]
             closed += [close(branch, best) for branch in waiting]
             break
         # To seek plans where it is promising, or to prove bounds: where there are many configurations, alternately.
@@ -239,7 +239,6 @@ def _best_first(
         is_left_out = is_late and branch.is_expensive and len(closed) + 1 < len(configs)
         if is_left_out or is_near(context, branch, best) or is_reached(branch.candidate.bound_s, best):
             closed.append(close(branch, best))
-            waiting += left_behind(context, branch)
             continue
         for each in evaluate_branch(context, decision_graph, branch, best):
             known, best = best, better(best, each)
@@ -251,21 +250,24 @@ def _best_first(
 
     def place(branch: Branch) -> tuple[int, bool, int]:
         config = branch.candidate.config
-        return order[config.stages, config.mesh], not config.unsharding.once_per_step, branch.low
+        virtual_stages = branch.pipeline.virtual_stages if branch.pipeline is not None else 0
+        return order[config.stages, config.mesh], not config.unsharding.once_per_step, branch.low + virtual_stages
 
     return best, sorted(closed, key=place)
 
 
 def _priority(branch: Branch, first: Mapping[ParallelConfig, int], best: Incumbent | None) -> tuple[float, float]:
-    """The least is evaluated next: plans of ``first``, then configurations near the best plan's, then by bound."""
-    config, bound_s = branch.candidate.config, branch.candidate.bound_s
-    if not branch.is_tried:
+    """The least is evaluated next: ``first``, then configurations near the best plan's, then by what is expected."""
+    config, expected_s = branch.candidate.config, branch.expected_s
+    if branch.is_tried:
+        return NEAR + 1, expected_s
+    if branch.formulated is None:
         for wanted in (config, replace(config, unsharding=PER_STEP))[: 1 + (best is None)]:
             if wanted in first:
                 return -1, first[wanted]
-    if branch.is_tried or best is None:
-        return NEAR + 1, bound_s
-    return min(config.distance(best.config), NEAR + 1), bound_s
+    if best is None:
+        return (0 if branch.pipeline is not None else NEAR + 1), expected_s
+    return min(config.distance(best.config), NEAR + 1), expected_s
 
 
 def _rows(branches: list[Branch]) -> list[Candidate]:

@@ -40,16 +40,19 @@ from planner.formulation.constraints.labels import Labels, label_dims
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.constraints.stored_layouts import StoredLayouts
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.pipeline_pace import packing
+from planner.formulation.pipeline_pace import OUT_OF_ORDER
 from planner.formulation.remat.levels import Levels, ParetoFrontier, Recompute
 from planner.formulation.search_space import Space
+from planner.formulation.stage_costs import StageCosts
 from planner.formulation.training import Training
 from planner.formulation.unsharding import PER_MICRO_BATCH
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
 from planner.ops.sharding_rule import Rule
 from planner.search.parallel_config import ParallelConfig, pipelines_of, schedules
+from planner.search.pipeline_bounds import PipelineBounds, least_send_s
 from planner.solve.choices import Bounds, lightest, lower_bound_between, lower_bounds, solve
+from planner.solve.pipeline.master import Paths
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import Evaluation, Problem, evaluate, least_bytes, most_bytes
 
@@ -129,7 +132,7 @@ class SearchContext:
 
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
-    ``formulated`` the last space of each configuration.
+    ``formulated`` the last space of each configuration, ``paths`` those of the schedule of each pipeline.
     """
 
     cost: CostModel
@@ -144,6 +147,8 @@ class SearchContext:
     gap: float = 0.0
     known: dict[str, Labels] = field(default_factory=dict)
     formulated: dict[ParallelConfig, Space] = field(default_factory=dict)
+    paths: dict[Pipeline, Paths] = field(default_factory=dict)
+    typical: dict[ParallelConfig, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     stored: StoredLayouts | None = None
 
     @property
@@ -212,9 +217,11 @@ class Branch:
     """How closely a candidate was evaluated, over the steps ``low`` to ``high`` of the Pareto frontier of
     recomputation.
 
-    ``is_priced`` once its relaxation was, ``is_sought`` once a pipeline was sought; ``relaxed`` solves the
-    relaxation, and ``free_s`` is the bound before memory was priced in it, where it was; ``choices`` and ``step`` are
-    the best plan found there, ``evaluation`` what it costs, and ``staged`` how it runs micro-batched.
+    A micro-batched one has all of them, and one ``pipeline`` of its configuration.
+
+    ``is_priced`` once its relaxation was, ``is_sought`` once a pipeline was cut; ``met`` are choices that solve the
+    relaxation of a pipeline, and ``bounds`` what that is of; ``choices`` and ``step`` are the best plan found there,
+    ``evaluation`` what it costs, and ``staged`` how it runs micro-batched.
     """
 
     candidate: Candidate
@@ -224,8 +231,9 @@ class Branch:
     high: int
     is_priced: bool = False
     is_sought: bool = False
-    relaxed: tuple[int, ...] | None = None
-    free_s: float | None = None
+    pipeline: Pipeline | None = None
+    bounds: PipelineBounds | None = None
+    met: tuple[tuple[int, ...], ...] = ()
     choices: tuple[int, ...] | None = None
     step: int = 0
     evaluation: Evaluation | None = None
@@ -251,6 +259,13 @@ class Branch:
     def is_tried(self) -> bool:
         """Whether a plan was sought."""
         return self.is_sought if self.candidate.config.micro_batched else self.is_priced
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that its plans may take: its bound, or unless waiting is in it that of a pipeline of even stages."""
+        p = self.pipeline
+        waits = 0.0 if p is None or self.is_priced else (p.ranks - 1) / (p.micro_batches * p.virtual_stages)
+        return self.candidate.bound_s * (1 + waits)
 
     @property
     def is_done(self) -> bool:
@@ -284,12 +299,12 @@ def evaluate_branch(
     context: SearchContext, decision_graph: DecisionGraph, branch: Branch, best: Incumbent | None
 ) -> list[Branch]:
     """Evaluate a branch once more, all that it covers or its parts."""
-    if branch.formulated is None:
-        closer = _at_work(context, decision_graph, branch)
-        return [closer, *_gathering_in_each(context, branch, closer)]
     if branch.candidate.config.micro_batched:
-        closer = (_for_pipeline if branch.is_priced else _at_average)(context, branch, best)
-        return [closer, *_gathering_in_each(context, branch, closer)]
+        if branch.bounds is None:
+            return _by_pipeline(context, decision_graph, branch)
+        return [(_cut if branch.is_priced else _at_prices)(context, branch, best)]
+    if branch.formulated is None:
+        return [_at_work(context, decision_graph, branch)]
     if not branch.is_priced:
         branch = _where_memory_counts(context, branch)
         return [(_between if branch.is_even else _relaxed)(context, branch, best)]
@@ -298,41 +313,61 @@ def evaluate_branch(
     return [_whole(context, branch, best)]
 
 
-def _gathering_in_each(context: SearchContext, branch: Branch, closer: Branch) -> list[Branch]:
-    """The same configuration with parameters gathered in each micro-batch, if that may be better.
+def _by_pipeline(context: SearchContext, decision_graph: DecisionGraph, branch: Branch) -> list[Branch]:
+    """Every pipeline of a configuration, bounded by its work and communication, if memory and waiting were free.
 
-    It takes longer and holds less: so what bounds a step that gathers once bounds it, too, as long as no memory is
-    priced in the bound, and it is evaluated only where memory leaves no plan of the other, or another than the fastest.
+    The same configuration with parameters gathered in each micro-batch, where that may be, communicates as much at
+    least; its memory is another.
     """
-    if not _may_gather_in_each(context, branch):
-        return []
-    if not (math.isinf(closer.candidate.bound_s) or closer.is_sought):
-        return []
-    staged = closer.staged
-    if staged is not None and closer.choices == closer.relaxed and not any(staged.cut.savings):
-        return []
-    return [_in_each(branch, branch.candidate.bound_s if branch.free_s is None else branch.free_s)]
-
-
-def left_behind(context: SearchContext, branch: Branch) -> list[Branch]:
-    """What no bound of a closed branch is one of: the same configuration with parameters gathered in each micro-batch,
-    where memory is priced in the branch's bound.
-    """
-    is_begun = branch.is_sought or math.isinf(branch.candidate.bound_s)
-    if branch.free_s is None or is_begun or not _may_gather_in_each(context, branch):
-        return []
-    return [_in_each(branch, branch.free_s)]
-
-
-def _may_gather_in_each(context: SearchContext, branch: Branch) -> bool:
     config = branch.candidate.config
-    is_once = config.micro_batched and config.unsharding.once_per_step and PER_MICRO_BATCH in context.pins.unshardings
-    return is_once and config.mesh.micro_batched(1).size > 1
+    context.say(f"mesh {config}")
+    before = time.monotonic()
+    space = context.formulate(decision_graph, config)
+    costs = StageCosts(space, context.levels, context.limit_bytes)
+    bounds = PipelineBounds(costs, context.limit_bytes, least_send_s(space), context.pins.schedule not in OUT_OF_ORDER)
+    free_s, choices = bounds.free()
+    context.took("build", before)
+    bound_s = max(free_s, bounds.packed_s, branch.candidate.bound_s)
+    if costs.least_bytes > context.limit_bytes:
+        bound_s = math.inf
+    status = "infeasible" if math.isinf(bound_s) else "not tried"
+    candidate = replace(branch.candidate, status=status, bound_s=bound_s, peak_bytes=costs.least_bytes, proof="work")
+    found = [
+        replace(branch, candidate=candidate, formulated=space, pipeline=each, bounds=bounds, met=choices)
+        for each in context.pipelines(config, len(decision_graph.folded.instances))
+    ]
+    if config.unsharding.once_per_step and PER_MICRO_BATCH in context.pins.unshardings and config.mesh.size > 1:
+        least_s = max(free_s, branch.candidate.bound_s)
+        found.append(begin(replace(config, unsharding=PER_MICRO_BATCH), least_s, branch.pareto_frontier))
+    return found
 
 
-def _in_each(branch: Branch, bound_s: float) -> Branch:
-    """The branch's configuration with parameters gathered in each micro-batch."""
-    return begin(replace(branch.candidate.config, unsharding=PER_MICRO_BATCH), bound_s, branch.pareto_frontier)
+def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+    """A pipeline bounded with what its stages wait and hold, whatever its cut and its recomputation."""
+    assert branch.pipeline is not None and branch.bounds is not None
+    before = time.monotonic()
+    paths = context.paths.setdefault(branch.pipeline, Paths(branch.pipeline))
+    found = branch.bounds.of(paths, math.inf if best is None else _target_s(best))
+    context.took("solve", before)
+    bound_s = max(branch.candidate.bound_s, found.time_s)
+    status = "infeasible" if math.isinf(bound_s) else "none found"
+    candidate = replace(branch.candidate, status=status, bound_s=bound_s, proof="relaxation")
+    return replace(branch, candidate=candidate, is_priced=True, met=found.choices)
+
+
+def _cut(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+    """A pipeline cut for what solves its relaxation."""
+    before = time.monotonic()
+    for choices in dict.fromkeys((*reversed(branch.met), *_typical(context, branch))):
+        branch = _with_pipeline(context, branch, choices, best)
+        best = better(best, branch)
+    if best is None:
+        space = branch.space.holding(branch.candidate.config.in_flight)
+        light = lightest(space.problem(context.limit_bytes, branch.pareto_frontier.steps[-1]))
+        branch = _with_pipeline(context, branch, light, best)
+        best = better(best, branch)
+    context.took("solve", before)
+    return close(replace(branch, is_sought=True), best)
 
 
 def _at_work(context: SearchContext, decision_graph: DecisionGraph, branch: Branch) -> Branch:
@@ -392,42 +427,15 @@ def _relaxed(context: SearchContext, branch: Branch, best: Incumbent | None) -> 
     return _with_plan(context, branch, light)
 
 
-def _at_average(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
-    """The whole problem of the average rank, which no pipeline is below."""
-    known_s = branch.candidate.bound_s
-    branch, bounds = _bounded(context, branch, best)
-    status = "infeasible" if math.isinf(branch.candidate.bound_s) else "none found"
-    candidate, free_s = replace(branch.candidate, status=status), known_s if bounds.lightest is not None else None
-    return replace(branch, candidate=candidate, relaxed=bounds.choices, free_s=free_s)
-
-
-def _for_pipeline(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
-    """Pipelines of what solves the problem of a typical rank, with a price on what all micro-batches in flight hold,
-    and of what solved that of the average one.
-    """
-    before, space = time.monotonic(), branch.space.holding(branch.candidate.config.in_flight)
-    ends = (branch.pareto_frontier.steps[0], branch.pareto_frontier.steps[-1])
-    first, last = (space.problem(context.limit_bytes, end) for end in ends)
-    before = context.took("build", before)
-    for choices in lower_bound_between(first, last).choices:
-        branch = _with_pipeline(context, branch, choices, best)
-    if branch.staged is None and best is None:
-        branch = _with_pipeline(context, branch, lightest(last), best)
-    branch = _with_pipeline(context, branch, branch.relaxed, best)
-    context.took("solve", before)
-    best = better(best, branch)
-    return close(replace(_packed(context, branch, best), is_sought=True), best)
-
-
-def _packed(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
-    """The branch with the bound of equal blocks, each of which one rank has whole, where that may be higher."""
-    pace = (
-        None if is_reached(branch.candidate.bound_s, best) else packing(branch.space.pace, branch.space.decision_graph)
-    )
-    if pace is None:
-        return branch
-    packed, _ = _bounded(context, replace(branch, formulated=branch.space.at(pace)), best)
-    return replace(branch, candidate=packed.candidate)
+def _typical(context: SearchContext, branch: Branch) -> tuple[tuple[int, ...], ...]:
+    """What solves the problem of a typical rank, with a price on what all micro-batches in flight hold."""
+    config = branch.candidate.config
+    if config not in context.typical:
+        space = branch.space.holding(config.in_flight)
+        ends = (branch.pareto_frontier.steps[0], branch.pareto_frontier.steps[-1])
+        first, last = (space.problem(context.limit_bytes, end) for end in ends)
+        context.typical[config] = lower_bound_between(first, last).choices
+    return context.typical[config]
 
 
 def _with_pipeline(
@@ -436,10 +444,10 @@ def _with_pipeline(
     """The branch with a pipeline of these choices as its plan, if one is found that fits and is faster."""
     if choices is None:
         return branch
+    assert branch.pipeline is not None
     links = context.links(branch.space, choices)
-    wanted = context.pipelines(branch.candidate.config, len(links))
     target_s = math.inf if best is None else _target_s(best)
-    found = stage(links, wanted, context.limit_bytes, min(target_s, branch.candidate.objective_s))
+    found = stage(links, [branch.pipeline], context.limit_bytes, min(target_s, branch.candidate.objective_s))
     if found is None:
         return branch
     candidate = replace(branch.candidate.costing(found.evaluation), status="feasible")

@@ -21,7 +21,7 @@ from planner.formulation.constraints.mesh_candidates import candidate_meshes, pi
 from planner.formulation.constraints.pins import FREE_AXES, Pins
 from planner.formulation.constraints.roles import REST, described, ranks_sharing, sharing
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.pipeline_pace import Packed, PipelinePace, pace_of, packing
+from planner.formulation.pipeline_pace import PipelinePace, pace_of, packing
 from planner.formulation.unsharding import PER_STEP, Unsharding
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import Mesh
@@ -331,16 +331,12 @@ class Arithmetic:
     def bound_s(self, config: ParallelConfig, schedule: str | None = None) -> float:
         """Seconds of a step at least, at the pace of the average rank or of equal blocks."""
         pace = config.pace(schedule)
-        packed = packing(pace, self._decision_graph)
-        return max(self._at(each) for each in (pace, packed) if each is not None)
-
-    def _at(self, pace: PipelinePace) -> float:
-        if isinstance(pace, Packed):
-            least = self._of[self._kinds[min(pace.instances)]] * pace.most
-        else:
-            least = self._step * pace.rounds
-            least += sum((self._of[k] * times for times, k in zip(pace.waits, self._kinds, strict=False)), Least())
-        return least.work_s * pace.stages / pace.micro_batches + least.starts_s
+        average = self._step * pace.rounds
+        average += sum((self._of[k] * times for times, k in zip(pace.waits, self._kinds, strict=False)), Least())
+        packed, found = packing(pace, self._decision_graph), [average]
+        if packed is not None:
+            found.append(self._of[self._kinds[min(packed.instances)]] * packed.most)
+        return max(each.work_s * pace.stages / pace.micro_batches + each.starts_s for each in found)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from planner.search.offload_search import check_offloads, search_offload
 from planner.search.parallel_config import ParallelConfig, dividing, micro_batched, stages_wanted, without_micro_batches
 from planner.search.remat_selection import keeping, with_levels_between
 
-GAP = 0.001
+GAP = 0.01
 """Part of a step that a plan's proof leaves open where nobody asks for another: to close it takes most of the time."""
 FIRST = 0.5
 """Part of the time after which proofs give way to a search for a plan that takes the room of the one found."""

@@ -8,6 +8,7 @@ bucket is split, and every part is minimised on its own (mini-buckets: Dechter a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from planner.solve.choices.model import ChoiceModel
@@ -55,13 +56,22 @@ class _PendingTable:
 
 
 def build_tree(model: ChoiceModel, max_entries: int) -> Tree:
+    """That of a model, see :func:`build_tree_of`."""
+    return build_tree_of(model.sizes, model.pairs, max_entries)
+
+
+def build_tree_of(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], max_entries: int) -> Tree:
     """Eliminate, again and again, the vertex whose table is smallest; no table exceeds ``max_entries``.
 
     A vertex without neighbours has no table but its single costs, however many.
+
+    Args:
+        sizes: how many choices each vertex has.
+        pairs: of vertices that have pairwise costs.
     """
-    log_size = [math.log(size) for size in model.sizes]
+    log_size = [math.log(size) for size in sizes]
     waiting: list[list[_PendingTable]] = [[] for _ in log_size]
-    for pair in sorted(model.pairs):
+    for pair in sorted(pairs):
         for v in pair:
             waiting[v].append(_PendingTable(pair))
 

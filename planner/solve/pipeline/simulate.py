@@ -11,6 +11,7 @@ of a schedule is a lower bound on the step for any durations, which :mod:`planne
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -136,22 +137,52 @@ def critical(name: str, ranks: int, micro_batches: int, virtual_stages: int, tim
     times.check(ranks * virtual_stages)
     steady = None if name == "gpipe" else _steady(name, ranks, micro_batches, virtual_stages, times)
     if steady is not None:
-        found = steady.schedule
-        places, ways = _walk(found, times, steady.ends)
-        seen: dict[tuple[int, str, int], int] = {}
-        for step, place in enumerate(places):  # from the last action back to the first
-            stage, kind, late = found.flow.actions[place]
-            if not steady.first <= late < steady.last:
-                continue
-            since = seen.setdefault((stage, kind, late % steady.period), step)
-            apart = found.flow.actions[places[since]].micro_batch - late
-            if apart > 0 and not (steady.periods * steady.period) % apart:
-                whole = _counted(found, places, ways)
-                circuit = _counted(found, places[since:step], ways[since:step])
-                more = steady.periods * steady.period // apart
-                path = Path(whole.work + more * circuit.work, whole.sends + more * circuit.sends)
-                return max(steady.ends) + steady.shift_s * steady.periods, path
+        path = _lengthened(steady, *_walk(steady.schedule, times, steady.ends))
+        if path is not None:
+            return max(steady.ends) + steady.shift_s * steady.periods, path
     return longest(schedule(name, ranks, micro_batches, virtual_stages), times)
+
+
+def several_critical(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int, times: Times, count: int
+) -> tuple[float, list[Path]]:
+    """Seconds of a step, and several of its longest paths, drawn at random where one waits for two at once.
+
+    Where stages take equally long nearly everything does, and one path says little of what the others come to.
+    """
+    check_fits(name, ranks, micro_batches, virtual_stages)
+    times.check(ranks * virtual_stages)
+    steady = None if name == "gpipe" else _steady(name, ranks, micro_batches, virtual_stages, times)
+    found = schedule(name, ranks, micro_batches, virtual_stages) if steady is None else steady.schedule
+    ends = _ends(found, times) if steady is None else steady.ends
+    paths, draw = list[Path](), random.Random(0)
+    for _ in range(count):
+        walked = _walk(found, times, ends, draw)
+        path = _counted(found, *walked) if steady is None else _lengthened(steady, *walked)
+        if path is not None:
+            paths.append(path)
+    if not paths:
+        seconds, path = longest(schedule(name, ranks, micro_batches, virtual_stages), times)
+        return seconds, [path]
+    return max(ends) + (0.0 if steady is None else steady.shift_s * steady.periods), paths
+
+
+def _lengthened(steady: _Steady, places: list[int], ways: list[int]) -> Path | None:
+    """A path of a shorter step in the longer one: what lies between two actions alike it does as often again as there
+    are more periods; ``None`` where there are none so far apart.
+    """
+    found = steady.schedule
+    seen: dict[tuple[int, str, int], int] = {}
+    for step, place in enumerate(places):  # from the last action back to the first
+        stage, kind, late = found.flow.actions[place]
+        if not steady.first <= late < steady.last:
+            continue
+        since = seen.setdefault((stage, kind, late % steady.period), step)
+        apart = found.flow.actions[places[since]].micro_batch - late
+        if apart > 0 and not (steady.periods * steady.period) % apart:
+            circuit = _counted(found, places[since:step], ways[since:step])
+            return _counted(found, places, ways).plus(circuit, steady.periods * steady.period // apart)
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,14 +268,22 @@ def repeating(
     return None
 
 
-def _walk(found: Schedule, times: Times, ends: list[float]) -> tuple[list[int], list[int]]:
-    """The actions of a longest path, last first, and over which way each is reached (the last: over none)."""
+def _walk(
+    found: Schedule, times: Times, ends: list[float], draw: random.Random | None = None
+) -> tuple[list[int], list[int]]:
+    """The actions of a longest path, last first, and over which way each is reached (the last: over none).
+
+    Args:
+        draw: says where an action waits for two at once which of them the path comes by; else the one on its own rank.
+    """
     flow, program, sends = found.flow, _program(found), [*times.send_s.tolist(), 0.0]
     places, ways = [], []
-    place = int(np.argmax(ends))
+    place, tie = int(np.argmax(ends)), STEADY * max(ends)
+    way_first = 0.0 if draw is None else draw.random()
     while place < len(flow.actions):
         before, needs, way = flow.before[place], flow.needs[place], program.ways[place]
-        waits = ends[needs] + sends[way] > ends[before]
+        there = ends[needs] + sends[way] - ends[before]
+        waits = there > 0.0 if draw is None or abs(there) > tie else draw.random() < way_first
         places.append(place)
         ways.append(way if waits else found.stages - 1)
         place = needs if waits else before

@@ -84,7 +84,7 @@ def test_every_pin_that_was_left_out_is_named(pin: dict[str, Any]) -> None:
 
 def test_more_micro_batches_than_are_pinned_are_advised() -> None:
     pin = {"data": 2, "micro_batches": 2}
-    memory = least(2, pin) * 19 // 20
+    memory = least(2, pin) * 4 // 5
     found = re.search(r"; (\d+) micro-batches|and fits, too: (\d+) micro-batches", refusal(on(2, memory), pin))
     count = int(found[1] or found[2])
     assert count in (4, 8, 16) and planned(on(2, memory), {**pin, "micro_batches": count})

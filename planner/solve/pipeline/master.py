@@ -1,0 +1,292 @@
+"""The linear relaxation of a pipelined step: shares of blocks on stages, each in one of several ways, within memory.
+
+Of a pipeline every stage has some blocks, every block runs in one of its ways. Where shares need not be whole, and
+neighbours need not agree, the shortest step is a linear program: no path of the schedule is longer than the step, no
+rank holds more than the limit at any moment, and all blocks are somewhere. Paths are added when the simulated schedule
+finds one that is longer (Kelley, 1960), ways when a block is cheaper in another one under the program's prices (column
+generation, as for cutting stock: Gilmore and Gomory, 1961).
+
+What is used of it as a proof are its :class:`Prices` alone: whatever they are, a step of any pipeline of this schedule
+that fits takes at least what its blocks cost under them, each where it is cheapest (weak duality).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+
+from planner.solve.pipeline.simulate import Path, Times, several_critical
+from planner.solve.pipeline.stages import Pipeline
+from planner.solve.problem import Floats
+
+ROUNDS = 12
+"""Simulations of a schedule at most, to find its paths."""
+FIRST, EACH = 40, 3
+"""Paths that are drawn of the even shares, and of others."""
+CLOSE = 2e-3
+"""Part of a step by which a path may be longer than the program knows."""
+BOX = 0.3
+"""Part by which stages may have other blocks than the best found while paths are sought: they say little far off."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run a block: seconds of a micro-batch and once a step, bytes always and per micro-batch in flight."""
+
+    forward_s: float
+    backward_s: float
+    once_s: float
+    held_bytes: float
+    saved_bytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """What a block costs where, by stage: seconds of step per second forward and backward, and per byte.
+
+    Attributes:
+        held, saved: of bytes that are there always, and of those of each micro-batch in flight.
+        bonus_s: what a block is worth to a stage, since each has one at least.
+        room_s: what the memory of all ranks is worth, which is taken off; less what all stages' bonuses are.
+        send: of a second on the way from a stage to the next and back.
+    """
+
+    forward: Floats
+    backward: Floats
+    held: Floats
+    saved: Floats
+    bonus_s: Floats
+    room_s: float
+    send: float
+
+    @property
+    def stages(self) -> int:
+        return len(self.forward)
+
+    def cost(self, way: Variant) -> Floats:
+        """What a block costs on each stage."""
+        found: Floats = (
+            self.forward * way.forward_s
+            + self.backward * way.backward_s
+            + self.held * way.held_bytes
+            + self.saved * way.saved_bytes
+            + way.once_s
+            - self.bonus_s
+        )
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class MasterSolution:
+    """What the program found: the step in seconds, how many blocks of each group run in which way on which stage, by
+    how many limits memory is exceeded, and the prices.
+    """
+
+    step_s: float
+    shares: tuple[Floats, ...]
+    over: float
+    prices: Prices
+
+
+@dataclass(eq=False)
+class Paths:
+    """The paths of a pipeline's schedule that were found, which are the same whatever its stages take."""
+
+    pipeline: Pipeline
+    found: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin with every rank's own path: all that it does, one after the other."""
+        p = self.pipeline
+        for rank in range(p.ranks):
+            own = np.array([home == rank for home in p.placed], dtype=float)
+            self.found.append(Path(np.tile(own * p.micro_batches, (3, 1)), np.zeros(p.stages - 1)))
+
+    def longest(self, times: Times, count: int) -> float:
+        """Seconds of the simulated schedule; so many of its longest paths are among those found from then on."""
+        p = self.pipeline
+        seconds, paths = several_critical(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, times, count)
+        known = {path.work.tobytes() for path in self.found}
+        self.found += {path.work.tobytes(): path for path in paths if path.work.tobytes() not in known}.values()
+        return seconds
+
+
+class Master:
+    """The linear program of one pipeline, to which ways are added.
+
+    Args:
+        paths: of the pipeline.
+        counts: how many blocks each group has.
+        homes: the stage on which all blocks of a group are; ``None``: anywhere.
+        limit_bytes: of every rank; ``None``: unlimited.
+        unit_s: about what a step takes, so that the program's numbers are near one.
+        send_s: the least seconds from a stage to the next.
+        fills: whether a block of each group is enough for a stage; all are unless given.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        counts: Sequence[int],
+        homes: Sequence[int | None],
+        limit_bytes: float | None,
+        unit_s: float,
+        send_s: float = 0.0,
+        fills: Sequence[bool] | None = None,
+    ):
+        self.paths, self.pipeline, self.send_s, self._unit_s = paths, paths.pipeline, send_s, unit_s
+        self.limit_bytes = limit_bytes
+        stages = self.pipeline.stages
+        self.allowed = [range(stages) if home is None else (home,) for home in homes]
+        self.ways: list[list[Variant]] = [[] for _ in counts]
+        self._shares: list[list[list[pywraplp.Variable]]] = [[] for _ in counts]
+        self._program = program = pywraplp.Solver.CreateSolver("CLP")
+        self._step = program.NumVar(0.0, program.infinity(), "")
+        self._over = program.NumVar(0.0, program.infinity(), "")
+        program.Objective().SetCoefficient(self._step, 1.0)
+        program.Objective().SetMinimization()
+        self._fills = [True] * len(counts) if fills is None else [*fills]
+        self._sizes = [*counts]
+        self._counts = [program.Constraint(float(count), float(count)) for count in counts]
+        self._filled = [program.Constraint(1.0, program.infinity()) for _ in range(stages)]
+        self._path_rows: list[pywraplp.Constraint] = []
+        self._moments: list[tuple[list[int], Floats]] = []
+        self._rooms: list[pywraplp.Constraint] = []
+        if limit_bytes is not None:
+            for of_rank, moments in self.pipeline.moments:
+                for moment in moments:
+                    if moment.added:  # what is held counts gradients, too
+                        self._moments.append((of_rank, np.array(moment.counts, float)))
+                        room = program.Constraint(-program.infinity(), 1.0)
+                        room.SetCoefficient(self._over, -1.0)
+                        self._rooms.append(room)
+
+    def add(self, group: int, way: Variant) -> None:
+        """Let blocks of a group run in a way."""
+        self.ways[group].append(way)
+        shares, program = [], self._program
+        for stage in self.allowed[group]:
+            share = program.NumVar(0.0, program.infinity(), "")
+            shares.append(share)
+            self._counts[group].SetCoefficient(share, 1.0)
+            if self._fills[group]:
+                self._filled[stage].SetCoefficient(share, 1.0)
+            program.Objective().SetCoefficient(share, way.once_s / self._unit_s)
+        self._shares[group].append(shares)
+        for row, path in zip(self._path_rows, self.paths.found, strict=False):
+            self._set_path(row, path, group, len(self.ways[group]) - 1)
+        at = {stage: place for place, stage in enumerate(self.allowed[group])}
+        for room, (stages, counts) in zip(self._rooms, self._moments, strict=True):
+            for stage, count in zip(stages, counts.tolist(), strict=True):
+                if stage in at:
+                    size = way.held_bytes + count * way.saved_bytes
+                    room.SetCoefficient(shares[at[stage]], size / max(1.0, self.limit_bytes or 1.0))
+
+    def _set_path(self, row: pywraplp.Constraint, path: Path, group: int, number: int) -> None:
+        way = self.ways[group][number]
+        seconds = path.work[0] * way.forward_s + _backward(path) * way.backward_s
+        for stage, share in zip(self.allowed[group], self._shares[group][number], strict=True):
+            row.SetCoefficient(share, -float(seconds[stage]) / self._unit_s)
+
+    def solve(self, most_s: float) -> MasterSolution:
+        """The shortest step, and the prices at which it is.
+
+        Args:
+            most_s: seconds of step that a limit's bytes beyond the limit are priced at.
+        """
+        self._program.Objective().SetCoefficient(self._over, most_s / self._unit_s)
+        even = [
+            np.full((len(ways), len(at)), count / len(at) / len(ways))
+            for ways, at, count in zip(self.ways, self.allowed, self._sizes, strict=True)
+        ]
+        if len(self.paths.found) == self.pipeline.ranks:
+            self.paths.longest(self._times(even), FIRST)
+        near: Floats | None = None
+        near_s = math.inf
+        for _ in range(ROUNDS):
+            self._add_paths()
+            found = self._solved(near)
+            least_s, known = self._step.solution_value() * self._unit_s, len(self.paths.found)
+            seconds = self.paths.longest(self._times(found.shares), EACH)
+            if seconds < near_s:
+                near, near_s = self._blocks_of(found.shares), seconds
+            if seconds <= least_s * (1 + CLOSE) or len(self.paths.found) == known:
+                break
+        self._add_paths()
+        return self._solved()
+
+    def _blocks_of(self, shares: Sequence[Floats]) -> Floats:
+        """Blocks of all groups on each stage."""
+        found = np.zeros(self.pipeline.stages)
+        for at, each, fills in zip(self.allowed, shares, self._fills, strict=True):
+            if fills:
+                found[list(at)] += each.sum(axis=0)
+        return found
+
+    def _add_paths(self) -> None:
+        for path in self.paths.found[len(self._path_rows) :]:
+            sends = float(path.sends.sum()) * self.send_s / self._unit_s
+            row = self._program.Constraint(sends, self._program.infinity())
+            row.SetCoefficient(self._step, 1.0)
+            self._path_rows.append(row)
+            for group, ways in enumerate(self.ways):
+                for number in range(len(ways)):
+                    self._set_path(row, path, group, number)
+
+    def _solved(self, near: Floats | None = None) -> MasterSolution:
+        """What the program says of the paths so far; with ``near`` among shares not far from so many blocks a stage."""
+        for stage, row in enumerate(self._filled):
+            low, high = (
+                (1.0, math.inf) if near is None else (near[stage] / (1 + BOX), max(1.0, near[stage]) * (1 + BOX))
+            )
+            row.SetBounds(max(1.0, low), high)
+        if self._program.Solve() != pywraplp.Solver.OPTIMAL:  # rounding on the way from the last basis: from the start
+            parameters = pywraplp.MPSolverParameters()
+            parameters.SetIntegerParam(parameters.INCREMENTALITY, parameters.INCREMENTALITY_OFF)
+            status = self._program.Solve(parameters)
+            assert status == pywraplp.Solver.OPTIMAL, status
+        stages = self.pipeline.stages
+        shares = tuple(
+            np.array([[share.solution_value() for share in each] for each in group]) for group in self._shares
+        )
+        mix = np.array([max(0.0, row.dual_value()) for row in self._path_rows])
+        mix = mix / mix.sum()
+        forward, backward = np.zeros(stages), np.zeros(stages)
+        send = 0.0
+        for part, path in zip(mix.tolist(), self.paths.found, strict=False):
+            if part:
+                forward += part * path.work[0]
+                backward += part * _backward(path)
+                send += part * float(path.sends.sum())
+        held, saved, room_s = np.zeros(stages), np.zeros(stages), 0.0
+        for room, (of_rank, counts) in zip(self._rooms, self._moments, strict=True):
+            price = max(0.0, -room.dual_value()) * self._unit_s
+            if price:
+                held[of_rank] += price / max(1.0, self.limit_bytes or 1.0)
+                saved[of_rank] += price * counts / max(1.0, self.limit_bytes or 1.0)
+                room_s += price
+        bonus = np.array([max(0.0, row.dual_value()) for row in self._filled]) * self._unit_s
+        prices = Prices(forward, backward, held, saved, bonus, room_s - float(bonus.sum()), send)
+        return MasterSolution(
+            self._program.Objective().Value() * self._unit_s, shares, self._over.solution_value(), prices
+        )
+
+    def _times(self, shares: Sequence[Floats]) -> Times:
+        stages = self.pipeline.stages
+        forward, backward = np.zeros(stages), np.zeros(stages)
+        for ways, at, each in zip(self.ways, self.allowed, shares, strict=True):
+            for way, row in zip(ways, each, strict=True):
+                forward[list(at)] += way.forward_s * row
+                backward[list(at)] += way.backward_s * row
+        half = np.maximum(backward, 0.0) / 2
+        return Times(np.maximum(forward, 0.0), half, half, np.full(stages - 1, self.send_s))
+
+
+def _backward(path: Path) -> Floats:
+    """How often a path takes each stage's backward, which may come in two parts, at least."""
+    found: Floats = np.minimum(path.work[1], path.work[2])
+    return found
