@@ -44,7 +44,7 @@ PLAN_CASES = (
     *(plan_time.Case(layers, nodes, 8 * nodes) for nodes in (1, 32, 128) for layers in (2, 8, 32)),
     *DEPTH_CASES,
     *(plan_time.Case(32, 1, 8, memory=memory) for memory in ("60 GiB", "40 GiB", "24 GiB", "20 GiB")),
-    *(plan_time.Case(126, 2048, 2048, "405B", 8192, pipelines=True, time_limit_s=limit) for limit in (5, 8, 30, 180)),
+    *(plan_time.Case(126, 2048, 2048, "405B", 8192, time_limit_s=limit) for limit in (5, 8, 30, 180)),
 )
 LARGEST_S = 540.0
 """A call of gpu_largest ends before ten minutes are over."""
@@ -103,8 +103,8 @@ def plans() -> None:
     ]
     notes = (
         f"Transformers' Llama in shapes of Llama 3 on the meta device (bfloat16; {plan_time.SEQUENCE} tokens per "
-        "sequence, the narrow 512, the 405B 8192), planned for nodes of eight H100; the 405B with pipelines and "
-        "micro-batches, under a time limit of 5, 8, 30 and 180 s for the search. "
+        "sequence, the narrow 512, the 405B 8192), planned for nodes of eight H100; the 405B under a time limit "
+        "of 5, 8, 30 and 180 s for the search. "
         f"Each in a process of its own, after a plan of one layer; the run of median total of {REPEATS}, but for "
         "the last, which ran once. *To plan* goes from `nn.Module` to `Plan`; *rewrite* then emits one rank's program. "
         "*Step* and *peak* are what the plan predicts. "

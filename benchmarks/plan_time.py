@@ -42,8 +42,7 @@ PHASES = ("capture", "fold", "build", "solve", "rewrite")
 class Case:
     """A number of layers, for a number of nodes of eight H100, with one global batch of sequences.
 
-    With ``pipelines``, which cannot be rewritten yet, stages and micro-batches are searched too. ``memory`` is that of
-    each device, where it has less than an H100.
+    ``memory`` is that of each device, where it has less than an H100.
     """
 
     layers: int
@@ -51,7 +50,6 @@ class Case:
     batch: int
     shape: str = "8B"
     sequence: int = SEQUENCE
-    pipelines: bool = False
     time_limit_s: float = 60.0
     memory: str = "80 GiB"
 
@@ -91,13 +89,11 @@ def measure(case: Case) -> Planned:
     cluster = ClusterSpec.from_dict({**fields, "device": {**fields["device"], "memory_bytes": case.memory}})
     wall, cpu = time.perf_counter(), time.process_time()
     traced = trace(model, example_kwargs=batch)
-    plan = plan_traced(
-        traced, cluster, Pins.parse(None), Training(), pipelines=case.pipelines, time_limit_s=case.time_limit_s
-    )
+    plan = plan_traced(traced, cluster, Pins.parse(None), Training(), time_limit_s=case.time_limit_s)
     total_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
     return Planned(
         case,
-        {**plan.search.seconds, **({} if case.pipelines else {"rewrite": _rewrite_s(traced, plan)})},
+        {**plan.search.seconds, **({"rewrite": _rewrite_s(traced, plan)} if plan.pipeline is None else {})},
         total_s,
         cpu_s,
         plan.search.status,

@@ -111,9 +111,6 @@ def plan(
     optimizer_bytes: Annotated[
         int, typer.Option(min=0, help="Optimizer state per parameter element: Adam's; 12 with masters in float32.")
     ] = 8,
-    pipelines: Annotated[
-        bool, typer.Option("--pipelines", help="Also look at pipeline stages and micro-batches.")
-    ] = False,
     time_limit: TimeLimit = 60.0,
     gap: Annotated[
         float | None,
@@ -144,7 +141,6 @@ def plan(
             example_kwargs=loaded.inputs,
             pin=pins,
             optimizer_bytes_per_element=optimizer_bytes,
-            pipelines=pipelines,
             time_limit_s=time_limit,
             gap=GAP if gap is None else gap,
             max_axes=max_axes,

@@ -14,7 +14,7 @@ from torch import nn
 from autopar.capture.capture import LossFn
 from autopar.driver.arguments import (
     check_arguments,
-    check_reporting,
+    check_progress,
     check_search,
     check_source,
     given_plan,
@@ -67,7 +67,6 @@ def parallelize(
     loss_fn: LossFn | None = None,
     pin: Mapping[str, Any] | None = None,
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element,
-    pipelines: bool = False,
     state_dict: Source | None = None,
     seed: int = 0,
     offload_path: str | os.PathLike[str] | None = None,
@@ -82,8 +81,8 @@ def parallelize(
     0's model, from ``state_dict``, or, for models on the meta device, from the modules' own initialisation.
 
     Args:
-        model, cluster, example_args, example_kwargs, loss_fn, pin, optimizer_bytes_per_element, pipelines,
-            time_limit_s, gap, max_axes: as in :func:`plan`; the last six are of the search, where no plan is given.
+        model, cluster, example_args, example_kwargs, loss_fn, pin, optimizer_bytes_per_element,
+            time_limit_s, gap, max_axes: as in :func:`plan`; the last five are of the search, where no plan is given.
         plan: a plan to apply without searching, or the path of one's file.
         state_dict: the original model's full state dict, or the path of a file that ``torch.save`` wrote of it, of a
             safetensors file, of a directory of such files with their index, or of what
@@ -102,7 +101,7 @@ def parallelize(
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     check_search("capture", time_limit_s, gap, max_axes)
-    check_reporting(pipelines, progress)
+    check_progress(progress)
     check_source(state_dict, seed)
     training = training_of(optimizer_bytes_per_element)
     if plan is not None and pin:
@@ -120,7 +119,7 @@ def parallelize(
     check_given(offload_path, tier == "disk")
     calls = calls_to_check()
     device = start_process_group(cluster, tier != "device")
-    check_alike(arguments(model, cluster, plan, pins, training, pipelines, state_dict, seed))
+    check_alike(arguments(model, cluster, plan, pins, training, state_dict, seed))
     if dist.get_world_size() != cluster.world_size:
         raise PlanError(
             f"the cluster has {cluster.world_size} devices but {dist.get_world_size()} processes were started: "
@@ -131,7 +130,7 @@ def parallelize(
     traced = traced_alike(model, example_args, example_kwargs, loss_fn)
     if plan is None:
         limits: dict[str, Any] = {"time_limit_s": time_limit_s, "gap": gap, "max_axes": max_axes}
-        search = partial(plan_traced, traced, cluster, pins, training, pipelines=pipelines, **limits, progress=progress)
+        search = partial(plan_traced, traced, cluster, pins, training, **limits, progress=progress)
         plan = planned_on_rank_0(search)
     warn(plan.notes)
     if state_dict is None and any(parameter.is_meta for parameter in model.parameters()):

@@ -34,7 +34,6 @@ def arguments(
     plan: Plan | None,
     pins: Pins,
     training: Training,
-    pipelines: bool,
     source: Source | None,
     seed: int,
 ) -> Given:
@@ -48,7 +47,6 @@ def arguments(
         "plan": "none" if plan is None else plan.digest(),
         "pin": json.dumps(pins.to_dict()),  # of globs the first that matches counts
         "optimizer_bytes_per_element": str(training.optimizer_bytes_per_element),
-        "pipelines flag": str(pipelines),
         "model": "one on the meta device" if any(p.is_meta for p in model.parameters()) else "one with weights",
         "state_dict": "none" if source is None else "one",
         "seed": str(seed),

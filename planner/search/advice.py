@@ -8,7 +8,6 @@ together.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
 from planner.search.candidate_bounds import Progress
+from planner.search.left_out import is_whole
 from planner.search.search import search
 from planner.sizes.capacity import max_batch
 from planner.sizes.rescale import OtherSizes
@@ -42,9 +42,7 @@ Found = Callable[..., Searched | None]
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is asked for with (:func:`planner.search.search.search`); ``runs_micro_batched``: if the model
-    can.
-    """
+    """What a plan is asked for with (:func:`planner.search.search.search`)."""
 
     graph: Graph
     cluster: ClusterSpec
@@ -54,13 +52,10 @@ class Request:
     max_axes: int = MAX_AXES
     time_limit_s: float = 60.0
     gap: float = 0.0
-    pipelines: bool = False
-    runs_micro_batched: Callable[[], bool] = lambda: True
 
     def search(self, progress: Progress | None = None) -> Searched:
         """The fastest plan that fits."""
         asked = {each.name: getattr(self, each.name) for each in fields(self)}
-        del asked["runs_micro_batched"]
         return search(**asked, progress=progress)
 
 
@@ -108,20 +103,16 @@ def _ways(request: Request, excess_bytes: int) -> Iterator[str]:
 
 
 def _micro_batched(request: Request, found: Found) -> Iterator[str]:
-    """Micro-batches and pipelines where none were looked at, or more micro-batches than are pinned."""
+    """Micro-batches and pipelines where pins leave none, or more micro-batches than are pinned."""
     pins = request.pins
-    if pins.micro_batched and pins.micro_batches is not None:
+    if is_whole(pins):
+        plan = found(pins=replace(pins, stages=None, micro_batches=None))
+        if plan is not None:
+            yield f"leaving out pins 'pipeline' and 'micro_batches' ({plan.best.config})"
+    elif pins.micro_batches is not None:
         counts = (pins.micro_batches << doubling for doubling in range(1, TRIES + 1))
         fitting = (count for count in counts if found(pins=replace(pins, micro_batches=count)))
         yield from (f"{count} micro-batches (pin 'micro_batches')" for count in [*fitting][:1])
-    elif not pins.micro_batched and not request.pipelines and request.folding and request.runs_micro_batched():
-        plan = found(pipelines=True)
-        if plan is None or plan.staged is None:
-            return
-        stages, micro_batches = plan.best.config.stages, plan.best.config.mesh.micro_batches
-        pinned = {**({"pipeline": stages} if stages > 1 else {}), "micro_batches": micro_batches}
-        pin = f"pin {json.dumps(pinned)} too, or pipelines=True"
-        yield f"cutting the batch into micro-batches ({plan.best.config}: {pin})"
 
 
 def _with_fewer_pins(pins: Pins, found: Found) -> Iterator[str]:

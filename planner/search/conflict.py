@@ -142,7 +142,6 @@ class Recipe:
                 time_limit_s=self.time_limit_s,
                 gap=GAP,
                 max_axes=self.max_axes,
-                pipelines=space.micro_batched,
             )
         except (ClusterError, PinError, InfeasibleError) as error:
             return error

@@ -47,7 +47,8 @@ class Search:
     or at least), ``gathers`` where that is in ``each`` micro-batch (see :class:`PipelinePlan`), and the ``proof`` of
     the bound, see :class:`planner.search.candidate_bounds.Candidate`. ``unseen`` further ones were not looked at; they
     count in the gap. Meshes of more than ``max_axes`` axes were no candidates. ``time_limit_s`` is what the search
-    could have taken after capture; ``None`` if that is not known.
+    could have taken after capture; ``None`` if that is not known. ``left_out`` says what was not searched, and why,
+    see :mod:`planner.search.left_out`.
     """
 
     status: str
@@ -57,6 +58,7 @@ class Search:
     unseen: int = 0
     max_axes: int = MAX_AXES
     time_limit_s: float | None = None
+    left_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ class Document:
         if self.pipeline is None:
             raise PlanError(
                 "this plan runs without micro-batches, forward once and backward once, so that it has no schedule to "
-                "draw: print(plan) says what its step takes by use and by block; plan with pipelines=True or "
+                "draw: print(plan) says what its step takes by use and by block; plan with "
                 'pin={"micro_batches": 4} for one with micro-batches'
             )
         times, pipeline = self.times, self.pipeline

@@ -135,33 +135,18 @@ def test_pins_come_back_as_the_user_wrote_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "pin, pipelines, said",
+    "pin, said",
     [
-        (
-            {"pipeline": 2, "schedule": "zbv"},
-            False,
-            r"'schedule' 'zbv', which leaves gradients.* pin 'schedule' '1f1b'",
-        ),
-        (
-            {"micro_batches": 2, "schedule": "2bw"},
-            False,
-            r"'schedule' '2bw', which leaves gradients .* later action or",
-        ),
-        (
-            {"pipeline": 2, "update": "backward"},
-            False,
-            r"'update' is 'backward', but .*: pin 'update' 'after', or leave",
-        ),
-        ({"update": "backward"}, True, r"'update' is 'backward', but a micro-batched step .* leave out pipelines"),
+        ({"pipeline": 2, "schedule": "zbv"}, r"'schedule' 'zbv', which leaves gradients.* pin 'schedule' '1f1b'"),
+        ({"micro_batches": 2, "schedule": "2bw"}, r"'schedule' '2bw', which leaves gradients .* later action or"),
+        ({"pipeline": 2, "update": "backward"}, r"'update' is 'backward', but .*: pin 'update' 'after', or leave"),
     ],
     ids=str,
 )
-def test_what_steps_micro_batched_cannot_do_with_model_data_on_the_host(
-    pin: dict[str, Any], pipelines: bool, said: str
-) -> None:
+def test_what_steps_micro_batched_cannot_do_with_model_data_on_the_host(pin: dict[str, Any], said: str) -> None:
     spec = ClusterSpec.local(2, "1 GiB", cores=2, host_memory_bytes="1 GiB")
     with pytest.raises(PinError, match=said):
-        search(GRAPH, spec, Pins.parse({"offload": "host", **pin}), Training(), pipelines=pipelines)
+        search(GRAPH, spec, Pins.parse({"offload": "host", **pin}), Training())
 
 
 def test_model_data_on_the_host_needs_a_cluster_that_has_one() -> None:

@@ -187,7 +187,7 @@ def test_a_recipe_that_is_faster_is_recommended() -> None:
     answer = WhyNot({"tensor": 4}, 1.0, 100, mesh="tensor 4", extra_s=-0.1, proven=False)
     assert "it is faster: the plan's search did not find it. Plan again with this pin" in str(answer)
     assert "faster" not in str(replace(answer, extra_s=0.1))
-    assert "did not look at pipelines" in str(replace(answer, looked=False))
+    assert "left out pipelines, since none can be" in str(replace(answer, left_out="pipelines, since none can be"))
     excluded = str(replace(answer, pinned={"data": 2, "zero": 0}))
     assert "it is faster: the plan was pinned to data = 2, zero = 0, and this recipe is not" in excluded
     assert "did not find it" not in excluded

@@ -1,0 +1,49 @@
+"""What of the space a search leaves out where no pin asks for it, and why: pipelines and micro-batches.
+
+Where a pin asks for what cannot be, that is an error; where none does, plans without it are searched, and say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.decisions import DecisionGraph
+from planner.ir.graph import Graph
+from planner.search.candidate_bounds import SearchContext
+from planner.search.infeasibility import what_forbids
+from planner.search.parallel_config import ParallelConfig
+
+
+def is_whole(pins: Pins) -> bool:
+    """Whether they leave only steps of one stage and one micro-batch."""
+    return pins.stages == pins.micro_batches == 1 and not pins.micro_batched
+
+
+def why_no_pipelines(graph: Graph, pins: Pins, folding: bool) -> str:
+    """Neither pipelines nor micro-batches, and why; empty if they are searched, or if pins leave no choice."""
+    if pins.micro_batched or is_whole(pins):
+        return ""
+    reason = ""
+    if not folding:
+        reason = "folding is off, and they are cut between folded blocks"
+    elif pins.update == "backward":
+        reason = (
+            "pin 'update' is 'backward', and a micro-batched step has its gradients before the loss's backward says by "
+            "how much they are scaled"
+        )
+    elif graph.loss is None:
+        reason = "the model returns no loss, from which they run backward, and what it returns may be wanted whole"
+    return reason and f"pipelines and micro-batches, since {reason}"
+
+
+def why_no_micro_batches(
+    context: SearchContext, decision_graph: DecisionGraph, configs: Iterable[ParallelConfig]
+) -> str:
+    """Micro-batches, and why none can be cut, whatever memory there is; empty if some may be."""
+    cut = [config for config in configs if config.mesh.micro_batches > 1]
+    if not cut or context.pins.micro_batches is not None:
+        return ""
+    smallest = min(cut, key=lambda config: (config.mesh.size, config.mesh.micro_batches))
+    reason = what_forbids(context.formulate(decision_graph, smallest))
+    return reason and f"micro-batches, since {reason}"
