@@ -24,7 +24,7 @@ from autopar.driver.arguments import (
 )
 from autopar.driver.further import ModelState, ProgramMaker, values_of
 from autopar.driver.plan import assign, plan_traced, staged
-from autopar.driver.process_group import start_process_group
+from autopar.driver.process_group import share_host, start_process_group
 from autopar.driver.rank_agreement import arguments, check_alike, planned_on_rank_0, traced_alike
 from autopar.emit.build import build
 from autopar.emit.initialization import Source, part_maker
@@ -89,6 +89,7 @@ def parallelize(
             :func:`autopar.save_checkpoint` wrote.
         seed: of dropout, and of initialisation on the meta device.
         offload_path: of a directory for files, where the plan keeps model data on disk; ranks may give different ones.
+            Where nothing pins ``offload``, it is used if nothing fits elsewhere.
         progress: called on rank 0 with a line of text as the search advances.
 
     Raises:
@@ -114,11 +115,10 @@ def parallelize(
     if plan is not None:
         _check_fits(plan, cluster)
     pins = Pins.parse(pin)
-    pinned = pins if plan is None else Pins.parse(plan.pin)
-    tier = pinned.tier
-    check_given(offload_path, tier == "disk")
+    if plan is not None or pins.offload is not None:
+        check_given(offload_path, (pins if plan is None else plan.pins).tier == "disk")
     calls = calls_to_check()
-    device = start_process_group(cluster, tier != "device")
+    device = start_process_group(cluster)
     check_alike(arguments(model, cluster, plan, pins, training, state_dict, seed))
     if dist.get_world_size() != cluster.world_size:
         raise PlanError(
@@ -132,6 +132,11 @@ def parallelize(
         limits: dict[str, Any] = {"time_limit_s": time_limit_s, "gap": gap, "max_axes": max_axes}
         search = partial(plan_traced, traced, cluster, pins, training, **limits, progress=progress)
         plan = planned_on_rank_0(search)
+    tier = plan.pins.tier
+    if tier == "disk":
+        check_given(offload_path, True)
+    if tier != "device":
+        share_host(cluster)
     warn(plan.notes)
     if state_dict is None and any(parameter.is_meta for parameter in model.parameters()):
         warn([RANDOM.format(type(model).__name__, seed)])
@@ -149,7 +154,9 @@ def parallelize(
     )
     arena = table.high_water_bytes if table is not None and device.type == "cpu" else 0
     check_room(device, _device_bytes(plan), arena + (0 if tier == "disk" else home))
-    disk = None if offload_path is None else open_disk(offload_path, home, pinned.update == "backward")
+    disk = None
+    if tier == "disk" and offload_path is not None:
+        disk = open_disk(offload_path, home, plan.pins.update == "backward")
     held = {} if plan.pipeline is None else homes(assignment.space.folded, plan.pipeline)
     lines = progress if dist.get_rank() == 0 else None
     constants = values_of(traced.captured.held)

@@ -182,7 +182,7 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
         return plan.assignment
     facts = traced.facts
     folded = refold(plan, traced.graph, facts)
-    pins, stages = Pins.parse(plan.pin), 1 if plan.pipeline is None else plan.pipeline.ranks
+    pins, stages = plan.pins, 1 if plan.pipeline is None else plan.pipeline.ranks
     training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.unsharding)
     space = pinned_space(traced.graph, folded, plan.mesh, plan.cluster, pins, training, stages)
     return restore(plan, space, facts)

@@ -28,6 +28,7 @@ from planner.analysis.prediction import Prediction
 from planner.base.errors import PlanError, ScheduleError
 from planner.base.files import check_path, write_text
 from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.pins import TIERS
 from planner.formulation.constraints.zero import check_together
 from planner.formulation.decision_names import variable_names
 from planner.formulation.remat.levels import Recompute, at_levels, used
@@ -351,6 +352,7 @@ def describe(
         optimizer_bytes_per_element=space.training.optimizer_bytes_per_element,
         coverage=unknown,
         notes=notes(assignment, model, unknown, predicted, stages),
+        offload=next(name for name, tier in TIERS.items() if tier == space.training.tier),
         decided=assignment,
     )
 

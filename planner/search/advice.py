@@ -21,7 +21,7 @@ from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
 from planner.search.candidate_bounds import Progress
-from planner.search.left_out import is_whole
+from planner.search.left_out import why_no_pipelines
 from planner.search.search import search
 from planner.sizes.capacity import max_batch
 from planner.sizes.rescale import OtherSizes
@@ -103,16 +103,14 @@ def _ways(request: Request, excess_bytes: int) -> Iterator[str]:
 
 
 def _micro_batched(request: Request, found: Found) -> Iterator[str]:
-    """Micro-batches and pipelines where pins leave none, or more micro-batches than are pinned."""
-    pins = request.pins
-    if is_whole(pins):
-        plan = found(pins=replace(pins, stages=None, micro_batches=None))
-        if plan is not None:
-            yield f"leaving out pins 'pipeline' and 'micro_batches' ({plan.best.config})"
-    elif pins.micro_batches is not None:
-        counts = (pins.micro_batches << doubling for doubling in range(1, TRIES + 1))
-        fitting = (count for count in counts if found(pins=replace(pins, micro_batches=count)))
-        yield from (f"{count} micro-batches (pin 'micro_batches')" for count in [*fitting][:1])
+    """More micro-batches than are pinned."""
+    pinned = request.pins.micro_batches
+    if pinned is None or why_no_pipelines(request.graph, Pins(), request.folding):
+        return
+    for count in (pinned << doubling for doubling in range(1, TRIES + 1)):
+        if found(pins=replace(request.pins, micro_batches=count)):
+            yield f"{count} micro-batches (pin 'micro_batches')"
+            return
 
 
 def _with_fewer_pins(pins: Pins, found: Found) -> Iterator[str]:
@@ -129,11 +127,11 @@ def _with_fewer_pins(pins: Pins, found: Found) -> Iterator[str]:
 
 
 def _on_the_host(request: Request, found: Found) -> Iterator[str]:
-    """Model data on the host, where the cluster has one."""
-    if request.cluster.host is None or request.pins.offload is not None:
+    """Model data on the host, where the cluster has one and a pin keeps it away from there."""
+    if request.cluster.host is None or request.pins.offload != "none":
         return
-    if found(pins=replace(request.pins, offload="host")) is not None:
-        yield 'model data on the host (pin {"offload": "host"})'
+    if found(pins=replace(request.pins, offload="auto")) is not None:
+        yield "model data on the host (without pin 'offload')"
 
 
 def _of_a_smaller_batch(request: Request, excess_bytes: int, found: Found) -> Iterator[str]:
@@ -141,8 +139,8 @@ def _of_a_smaller_batch(request: Request, excess_bytes: int, found: Found) -> It
     device = request.cluster.device
     needed = math.ceil((device.usable_bytes + excess_bytes) / (1 - device.reserve_fraction))
     larger = request.cluster.model_copy(update={"device": device.model_copy(update={"memory_bytes": needed})})
-    plan = found(cluster=larger) if request.pins.offload is None else None
-    if plan is not None and plan.staged is None:
+    plan = found(cluster=larger) if request.pins.tier == "device" else None
+    if plan is not None and plan.staged is None and plan.best.space.training.tier == "device":
         try:
             batch = max_batch(OtherSizes(plan.assignment, lambda _: None), None, device.usable_bytes)
         except PlanError:

@@ -137,7 +137,7 @@ class Recipe:
             return search(
                 space.graph,
                 cluster,
-                Pins.parse(pin),
+                replace(Pins.parse(pin), offload="none"),
                 space.training,
                 time_limit_s=self.time_limit_s,
                 gap=GAP,

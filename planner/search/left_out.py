@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from planner.base.errors import PinError
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
 from planner.ir.graph import Graph
@@ -33,8 +34,18 @@ def why_no_pipelines(graph: Graph, pins: Pins, folding: bool) -> str:
             "how much they are scaled"
         )
     elif graph.loss is None:
-        reason = "the model returns no loss, from which they run backward, and what it returns may be wanted whole"
+        reason = (
+            "the model returns no loss, from which they run backward: give it what it computes one from, or a loss_fn; "
+            "or pin them to run it forward only"
+        )
     return reason and f"pipelines and micro-batches, since {reason}"
+
+
+def check_schedule(pins: Pins, left_out: str) -> None:
+    """Refuse pins that say how a pipeline runs where there can be none; raises :class:`PinError`."""
+    if (left_out or is_whole(pins)) and (pins.schedule or pins.virtual_stages):
+        reason = f"left out are {left_out}" if left_out else "pins 'pipeline' and 'micro_batches' are 1"
+        raise PinError(f"pins 'schedule' and 'virtual_stages' are a pipeline's, and {reason}")
 
 
 def why_no_micro_batches(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Certificate, certify, of_part
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
+from planner.formulation.constraints.pins import Offload, Pins
 from planner.formulation.training import Activations, Training
 from planner.formulation.unsharding import PER_STEP, Unsharding
 from planner.ir.graph import Ref
@@ -112,6 +113,7 @@ class Document:
         cluster: what it was planned for.
         mesh: the axes, major first; of one stage, where there are several.
         pin: what the user had fixed.
+        offload: where model data is at home, in the words of the pin, whether that was pinned or chosen.
         optimizer_bytes_per_element: of optimizer state, per parameter element, that it was planned with.
         inputs, parameters, buffers: layout of every leaf, one local type per axis, by original name
             (``*`` where the instances of a block share it).
@@ -147,6 +149,7 @@ class Document:
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element
     coverage: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    offload: Offload = "none"
     recorded: Account | None = field(default=None, compare=False, repr=False)
     assignment: Assignment | None = field(default=None, init=False, compare=False, repr=False)
     decided: InitVar[Assignment | None] = None
@@ -158,6 +161,11 @@ class Document:
     def sizes(self) -> dict[str, int]:
         """Sizes of the axes by name, pipeline ranks first."""
         return ParallelConfig(1 if self.pipeline is None else self.pipeline.ranks, self.mesh).sizes
+
+    @property
+    def pins(self) -> Pins:
+        """What the user had fixed, and where model data is at home, which may have been chosen."""
+        return replace(Pins.parse(self.pin), offload=self.offload)
 
     @property
     def transfer_schedule(self) -> TransferSchedule | None:

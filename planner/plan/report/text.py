@@ -85,7 +85,7 @@ def _head(document: Document) -> str:
         *([("batches", in_paragraph(micro_batched(document)))] if document.pipeline is not None else []),
         *(_stages(document) if document.pipeline is not None and document.pipeline.ranks > 1 else []),
         *([("offload", in_paragraph(offloads(document)))] if document.transfer_schedules else []),
-        *([("left out", in_paragraph(document.search.left_out))] if document.search.left_out else []),
+        *([("without", in_paragraph(document.search.left_out))] if document.search.left_out else []),
         *([("dtypes", in_paragraph(said))] if (said := dtypes(document)) else []),
         ("step", in_seconds(predicted.step_time_s)),
         ("", in_shares(predicted.time_s, predicted.step_time_s, in_seconds)),

@@ -15,7 +15,7 @@ from planner.ir.graph import Graph, Ref
 from planner.ir.layout import I, Layout, Mesh, Shard
 from planner.plan.plan import Plan
 from planner.search.search import search
-from tests.planner.plans import Build, cluster, plan_of, residual_mlp
+from tests.planner.plans import Build, cluster, plan_of, residual_mlp, whole
 
 GRAPH = residual_mlp(layers=2, width=64, batch=48)
 
@@ -47,7 +47,7 @@ def attention(length: int = 48) -> Graph:
         ({"recompute": {"kept": ["*.up"]}}, "or says of which modules the results are kept"),
         (
             {"offload": "attic"},
-            r"pin 'offload' is 'attic'; .* on the device \('none', .* on the host \('host'\), .*'auto'",
+            r"pin 'offload' is 'attic'; .* on the device \('none'\), on the host \('host'\), .*'auto'",
         ),
         ({"offload": True}, "pin 'offload' is True"),
         ({"offload": False}, "pin 'offload' is False"),
@@ -261,7 +261,7 @@ def stored(
     graph: Graph, spec: ClusterSpec, pin: dict[str, Any] | None, op: str, target: str = ""
 ) -> tuple[Mesh, set[Layout]]:
     """The mesh, and the layouts of the leaves of a kind."""
-    found = search(graph, spec, Pins.parse(pin), Training()).assignment
+    found = search(graph, spec, whole(pin), Training()).assignment
     leaves = [leaf for leaf in graph.leaves if leaf.op == op and leaf.target.endswith(target)]
     return found.space.mesh, {found.produced(Ref(leaf.name)) for leaf in leaves}
 
