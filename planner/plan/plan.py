@@ -277,7 +277,7 @@ class Plan(Document):
         if self.transfer_schedules:
             raise PlanError(
                 "this plan keeps model data on the host or on disk, and only one with all of it on the device can be "
-                f"asked this: plan without pin 'offload', or {instead}"
+                f"asked this: plan with pin 'offload' 'none', or {instead}"
             )
 
 

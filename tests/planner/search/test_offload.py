@@ -533,7 +533,7 @@ def test_a_cluster_that_does_not_say_what_its_host_has_is_refused() -> None:
 def test_questions_about_plans_on_the_device_are_refused(
     plans: Callable[[str], Plan], ask: Callable[[Plan], object], instead: str
 ) -> None:
-    with pytest.raises(PlanError, match=r"keeps model data on the host.*without pin 'offload', or " + instead):
+    with pytest.raises(PlanError, match=r"keeps model data on the host.*with pin 'offload' 'none', or " + instead):
         ask(plans("tight"))
 
 
