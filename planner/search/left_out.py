@@ -33,12 +33,22 @@ def why_no_pipelines(graph: Graph, pins: Pins, folding: bool) -> str:
             "pin 'update' is 'backward', and a micro-batched step has its gradients before the loss's backward says by "
             "how much they are scaled"
         )
+    elif _gathers_both_ways(pins):
+        reason = "pin 'zero' has parameters gathered once a step (1, 2) and others in each micro-batch (3)"
     elif graph.loss is None:
         reason = (
             "the model returns no loss, from which they run backward: give it what it computes one from, or a loss_fn; "
             "or pin them to run it forward only"
         )
     return reason and f"pipelines and micro-batches, since {reason}"
+
+
+def _gathers_both_ways(pins: Pins) -> bool:
+    """Whether they gather some parameters once a step and others in each micro-batch, which no step does."""
+    try:
+        return not pins.unshardings
+    except PinError:
+        return True
 
 
 def check_schedule(pins: Pins, left_out: str) -> None:
