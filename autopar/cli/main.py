@@ -111,6 +111,14 @@ def plan(
     optimizer_bytes: Annotated[
         int, typer.Option(min=0, help="Optimizer state per parameter element: Adam's; 12 with masters in float32.")
     ] = 8,
+    outputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Outputs that training steps keep: loss,logits or all.",
+            show_default="of a micro-batched step numbers, else all",
+        ),
+    ] = None,
     time_limit: TimeLimit = 60.0,
     gap: Annotated[
         float | None,
@@ -141,6 +149,7 @@ def plan(
             example_kwargs=loaded.inputs,
             pin=pins,
             optimizer_bytes_per_element=optimizer_bytes,
+            outputs="all" if outputs == "all" else None if outputs is None else outputs.split(","),
             time_limit_s=time_limit,
             gap=GAP if gap is None else gap,
             max_axes=max_axes,

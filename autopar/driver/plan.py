@@ -20,6 +20,7 @@ from autopar.driver.arguments import (
     training_of,
     warn,
 )
+from autopar.driver.outputs import Outputs, check_discards, check_outputs, discards_of
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched
 from autopar.emit.stage_programs import check_micro_batched
@@ -47,6 +48,7 @@ def plan(
     loss_fn: LossFn | None = None,
     pin: Mapping[str, Any] | None = None,
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element,
+    outputs: Outputs | None = None,
     fold: Fold = "capture",
     time_limit_s: float = 60.0,
     gap: float = GAP,
@@ -65,6 +67,10 @@ def plan(
             :class:`planner.formulation.constraints.pins.Pins`.
         optimizer_bytes_per_element: optimizer state per parameter element: Adam's is 8, and 12 where it steps masters
             in float32 (``master_dtype``, see :meth:`autopar.runtime.module.ParallelModule.optimizer`).
+        outputs: names of the model's outputs that training steps keep, beside the loss and other single numbers:
+            ``("loss", "logits")``, of nested ones also those above them (``"hidden_states"``); ``"all"`` keeps all.
+            Left out: in a step of several micro-batches none, since they would be held for all of them; in another
+            all. The others are returned under ``torch.no_grad()``; in training their use raises an error.
         fold: ``"capture"`` traces submodules that repeat once and decides once per distinct block, ``"graph"`` traces
             the whole model and decides once per distinct block, ``"off"`` decides for every operator of the model.
             The graph is the same in all three, and what ``"capture"`` cannot follow is traced whole.
@@ -77,14 +83,15 @@ def plan(
 
     Raises:
         InputError, CaptureError: the model or its inputs cannot be captured; it looks up positions past the end of a
-            table; it is to be trained with micro-batches, and has no loss; or it has a ``loss_fn``, and nothing to
-            train.
+            table; it is to be trained with micro-batches, and has no loss; it has a ``loss_fn``, and nothing to
+            train; or it does not return what ``outputs`` names.
         PinError: the pins contradict each other, the model, or the cluster.
         InfeasibleError: no plan fits in memory.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     check_search(fold, time_limit_s, gap, max_axes)
     check_progress(progress)
+    check_outputs(outputs)
     training = training_of(optimizer_bytes_per_element)
     pins = Pins.parse(pin)
     say(progress, f"capturing {type(model).__name__}")
@@ -93,7 +100,7 @@ def plan(
         traced,
         cluster,
         pins,
-        training,
+        replace(training, discards=discards_of(traced, outputs)),
         fold=fold,
         time_limit_s=time_limit_s,
         gap=gap,
@@ -182,8 +189,11 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
         return plan.assignment
     facts = traced.facts
     folded = refold(plan, traced.graph, facts)
+    check_discards(traced, plan)
     pins, stages = plan.pins, 1 if plan.pipeline is None else plan.pipeline.ranks
-    training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.unsharding)
+    training = Training(
+        plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.unsharding, plan.discards
+    )
     space = pinned_space(traced.graph, folded, plan.mesh, plan.cluster, pins, training, stages)
     return restore(plan, space, facts)
 

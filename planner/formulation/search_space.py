@@ -17,6 +17,7 @@ import numpy as np
 
 from planner.cost.model import CostModel
 from planner.formulation.decisions import DecisionGraph, Flow
+from planner.formulation.discarded_outputs import discarded_outputs
 from planner.formulation.edge_costs import EdgeCosts, Pair
 from planner.formulation.local_costs import LocalCosts
 from planner.formulation.node_options import AllowLeaf, NodeOptions
@@ -109,6 +110,16 @@ class Space(LocalCosts):
     def table(self, ref: Ref) -> ReshardingTable:
         """All reshardings of a value on this mesh."""
         return self.tables.table(ref)
+
+    @cached_property
+    def discards(self) -> frozenset[int]:
+        """Positions of the outputs that a training step does not keep."""
+        return discarded_outputs(self.graph, self.training.discards, self.mesh.micro_batches)
+
+    @property
+    def discarded_names(self) -> tuple[str, ...]:
+        """What the model calls these."""
+        return tuple(self.graph.output_names[position] for position in sorted(self.discards))
 
     @property
     def micro_batched(self) -> bool:

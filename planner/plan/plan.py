@@ -345,6 +345,7 @@ def describe(
             for kind, name in enumerate(space.folded.names)
         ),
         outputs=tuple(outputs),
+        discards=space.discarded_names,
         predicted=predicted,
         search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
         pipeline=None if staged is None else _pipeline(staged, stated.by_number(staged, assignment), space.unsharding),

@@ -120,6 +120,7 @@ class Document:
         values: layout in which leaves with several readers are found by them.
         blocks: every distinct block once.
         outputs: layout of every output.
+        discards: names of the outputs that a training step does not keep.
         predicted: the step's time, memory and collectives.
         search: status, bound and seconds.
         pipeline: how a step runs micro-batched; ``None``: forward once, backward once.
@@ -147,6 +148,7 @@ class Document:
     pipeline: PipelinePlan | None = None
     transfer_schedules: tuple[TransferSchedule, ...] = ()
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element
+    discards: tuple[str, ...] = ()
     coverage: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     offload: Offload = "none"

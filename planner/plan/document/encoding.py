@@ -46,7 +46,7 @@ FIELDS = (
         "pin",
         "offload",
     ),
-    *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "coverage"),
+    *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "discards", "coverage"),
     *("notes", "search", "predicted", "details", "leaves"),
 )
 
@@ -133,6 +133,7 @@ def decisions(document: Document) -> dict[str, Any]:
         "buffers": dict(document.buffers),
         "values": dict(document.values),
         "outputs": list(document.outputs),
+        **({"discards": list(document.discards)} if document.discards else {}),
         "coverage": dict(document.coverage),
     }
 
@@ -309,6 +310,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "mesh": field("mesh", lambda axes: Mesh(read(tuple[Axis, ...], axes))),
         "blocks": field("blocks", partial(read, tuple[BlockPlan, ...], readers={BlockPlan: _read_block})),
         "outputs": field("outputs", partial(read, tuple[str, ...])),
+        "discards": field("discards", partial(read, tuple[str, ...])) if "discards" in data else (),
         "predicted": field("predicted", partial(read, Prediction, readers=CALLS)),
         "search": field("search", partial(read, Search, readers={Mapping[str, Any]: _read_candidate})),
         "pipeline": field("pipeline", partial(_read_pipeline, default=gathers)) if "pipeline" in data else None,

@@ -40,6 +40,7 @@ from planner.plan.report.summary import (
     micro_batched,
     offloads,
     op_calls,
+    outputs,
     pinned,
     shared,
     stages,
@@ -139,6 +140,7 @@ def _mesh(document: Document) -> str:
     axes = "".join(f'<span class="chip a{i % 3}">{escape(name)} {size}</span> ' for i, (name, size) in chips)
     micro_batches = "" if document.pipeline is None else f"<p>{escape(micro_batched(document))}</p>"
     moves = f"<p>offload: {escape(offloads(document))}</p>" if document.transfer_schedules else ""
+    moves += f"<p>outputs: {escape(outputs(document))}</p>" if document.discards else ""
     if document.pipeline is not None and document.pipeline.ranks > 1:
         micro_batches += "".join(f"<p>stage {escape(own)}: {escape(text)}</p>" for own, text in stages(document))
     links = "".join(f"<li>{escape(line)}</li>" for line in _links(document.cluster))

@@ -282,6 +282,13 @@ def _chunks(document: Document, sizes: Sequence[int]) -> str:
     return f"{len(sizes)} chunks ({told} of parameters{wasted})"
 
 
+def outputs(document: Document) -> str:
+    """Which outputs of the model training steps do not keep."""
+    shown, more = document.discards[:3], len(document.discards) - 3
+    names = ", ".join(shown) + f" and {more} more" * (more > 0)
+    return f"{names} not kept by training steps; outputs='all' (--outputs all) keeps every output"
+
+
 def micro_batched(document: Document) -> str:
     """How a step runs micro-batched: the schedule, the cut, and what is recomputed."""
     pipeline, micro_batches = document.pipeline, document.mesh.micro_batches

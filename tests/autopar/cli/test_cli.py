@@ -116,10 +116,13 @@ def test_plans_a_function_whose_inputs_are_given() -> None:
 
 def test_plans_a_transformers_config_for_a_preset(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    result = invoke("plan", config, "-c", "preset:dgx-h100:1", "--batch", 16, "--seq", 32, "--out", out)
+    result = invoke(
+        "plan", config, "-c", "preset:dgx-h100:1", "--batch", 16, "--seq", 32, "--out", out, "--outputs", "loss"
+    )
     assert result.exit_code == 0, result.output
     plan = Plan.load(out)
     assert plan.cluster.world_size == 8 and plan.model["class"] == "LlamaForCausalLM"
+    assert plan.discards == ("logits",)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +215,7 @@ WRONG: list[tuple[Sequence[str], str]] = [
     (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "zero={'embed*': 0}"), "strings and keys in double quotes"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "layers=a"), "pin 'layers' maps a module path"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "data=3"), "pinned data 3, but 'local' has 4 devices"),
+    (("plan", f"{HERE}:small", "-c", "local:4", "--outputs", "all,logits"), "outputs has 'all', which Small does not"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--gap", "2"), "gap is 2.0; give the part of a step"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--batch", "3"), "--batch would have no effect"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--input", "x=4:floaty"), "is not NAME="),
@@ -300,7 +304,8 @@ def test_help_imports_no_torch_and_is_quick() -> None:
 
 
 def test_wrong_words_are_refused_before_torch_is_imported() -> None:
-    late = {f"{HERE}:{name}" for name in ("missing", "broken", "nothing", "bare")} | {"missing.txt", "--batch"}
+    late = {f"{HERE}:{name}" for name in ("missing", "broken", "nothing", "bare")}
+    late |= {"missing.txt", "--batch", "--outputs"}
     early = [words for words, _ in WRONG if late.isdisjoint(words)]
     assert len(early) > 20
     code = f"""
