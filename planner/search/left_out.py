@@ -63,7 +63,7 @@ def why_no_micro_batches(
 ) -> str:
     """Micro-batches, and why none can be cut, whatever memory there is; empty if some may be."""
     cut = [config for config in configs if config.mesh.micro_batches > 1]
-    if not cut or context.pins.micro_batches is not None:
+    if not cut or context.pins.micro_batches is not None or context.pins.schedule == "2bw":
         return ""
     smallest = min(cut, key=lambda config: (config.mesh.size, config.mesh.micro_batches))
     reason = what_forbids(context.formulate(decision_graph, smallest))

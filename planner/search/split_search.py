@@ -4,12 +4,13 @@ which order they are searched.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.base.errors import InfeasibleError
+from planner.base.errors import ClusterError, InfeasibleError
 from planner.formulation.constraints.zero import pinned_apart, ways_of_kinds
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import named_by_kind
@@ -50,8 +51,11 @@ def search_split(context: SearchContext, folded: Folded, max_axes: int, left_out
         in_one = tuple(config for config in in_parts if config.mesh.micro_batches == 1)
         return _telling(left_out, partial(_in_whole_or_stages, context, folded, whole, cut, in_one))
     if whole and in_parts and context.training.tier == "device" and _fits_whole(graph, context):
-        stages = tuple(config for config in in_parts if config.stages > 1)
-        return _in_whole_then_in_stages(_Blocks.of(context, folded).searched(whole), cut, stages)
+        with contextlib.suppress(ClusterError):  # so many devices share no operator; they may share the blocks
+            known = _Blocks.of(context, folded).searched(whole)
+            stages = tuple(config for config in in_parts if config.stages > 1)
+            return _in_whole_then_in_stages(known, cut, stages)
+        whole = ()
     return cut.searched(whole, in_parts)
 
 
@@ -113,7 +117,7 @@ def _in_whole_or_stages(
         return cut.searched((), stages)
     try:
         return _Blocks.of(context, folded).searched(whole)
-    except InfeasibleError:
+    except (ClusterError, InfeasibleError):
         if not stages:
             raise
         return cut.searched((), stages)

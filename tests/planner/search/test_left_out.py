@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
-from planner.base.errors import PinError
+from planner.base.errors import ClusterError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
@@ -14,6 +15,7 @@ from planner.ir.graph import Graph, Ref
 from planner.search.branch_and_bound import Searched
 from planner.search.search import search
 from tests.planner.plans import WHOLE, Build, residual_mlp
+from tests.planner.search.test_optimum import random_cluster
 
 GRAPH = residual_mlp(layers=2, width=64, batch=64)
 
@@ -76,3 +78,27 @@ def test_pins_that_ask_for_it_are_refused() -> None:
         planned(mixing(), {"micro_batches": 2})
     with pytest.raises(PinError, match="are a pipeline's, and left out are pipelines and micro-batches, since the mo"):
         planned(no_loss(), {"schedule": "1f1b"})
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_where_all_fits_micro_batches_without_stages_would_only_save_memory(seed: int) -> None:
+    """So they are not looked at there: none of their plans is faster, whatever the cluster."""
+    spec = random_cluster(random.Random(seed), (2, 2))
+    found = search(GRAPH, spec, Pins.parse({"pipeline": 1}), Training())
+    assert found.status == "optimal" and not any(each.config.micro_batched for each in found.candidates)
+    for micro_batches in (2, 8):
+        pins = Pins.parse({"pipeline": 1, "micro_batches": micro_batches})
+        parts = search(GRAPH, spec, pins, Training(), gap=0.1)
+        assert parts.evaluation.time_s >= found.evaluation.time_s * (1 - 1e-9)
+
+
+def test_devices_that_can_share_no_operator_share_the_blocks() -> None:
+    """A batch of one, and widths of prime numbers."""
+    b = Build()
+    value = b.leaf("x", 1, 61)
+    for layer in range(4):
+        value = b.linear(f"layer{layer}", value, 61, f"layers.{layer}")
+    graph, spec = b.mean(value), ClusterSpec.local(2, "64 MiB", cores=2)
+    with pytest.raises(ClusterError, match="cannot share this model"):
+        search(graph, spec, Pins.parse(WHOLE), Training())
+    assert search(graph, spec, Pins(), Training()).best.config.stages == 2
