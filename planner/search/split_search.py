@@ -43,7 +43,8 @@ def search_split(context: SearchContext, folded: Folded, max_axes: int, left_out
     whole = without_micro_batches(cluster, pins, max_axes)
     if left_out or is_whole(pins):
         return _telling(left_out, partial(_Blocks.of(context, folded).searched, whole))
-    cut = _Blocks.of(context, finer(folded, context.rules, stages_wanted(pins)))
+    pieces = finer(folded, context.rules, stages_wanted(pins))
+    cut = _Blocks.of(context, pieces)
     in_parts = micro_batched(cluster, pins, graph, len(cut.decision_graph.folded.instances), max_axes)
     whole = dividing(whole, graph) if in_parts else whole
     left_out = why_no_micro_batches(cut.context, cut.decision_graph, in_parts)
@@ -52,7 +53,7 @@ def search_split(context: SearchContext, folded: Folded, max_axes: int, left_out
         return _telling(left_out, partial(_in_whole_or_stages, context, folded, whole, cut, in_one))
     if whole and in_parts and context.training.tier == "device" and _fits_whole(graph, context):
         with contextlib.suppress(ClusterError):  # so many devices share no operator; they may share the blocks
-            known = _Blocks.of(context, folded).searched(whole)
+            known = (cut if pieces is folded else _Blocks.of(context, folded)).searched(whole)
             stages = tuple(config for config in in_parts if config.stages > 1)
             return _in_whole_then_in_stages(known, cut, stages)
         whole = ()
