@@ -49,11 +49,7 @@ def check_arguments(
     if not isinstance(model, nn.Module):
         raise InputError(f"model is {_kind(model)}; give a torch.nn.Module")
     _check_unwrapped(model)
-    if not isinstance(cluster, ClusterSpec):
-        raise ClusterError(
-            f"cluster is {_kind(cluster)}; give a ClusterSpec, e.g. ClusterSpec.local(4), "
-            "ClusterSpec.preset('dgx-h100', nodes=4) or ClusterSpec.load('cluster.yaml')"
-        )
+    check_cluster(cluster)
     if example_args is not None and not isinstance(example_args, (tuple, list)):
         raise InputError(f"example_args is {_kind(example_args)}; give a tuple of positional inputs: example_args=(x,)")
     if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
@@ -64,6 +60,15 @@ def check_arguments(
                 f"input {pytree.keystr(path[1:])} has shape {tuple(value.shape)}, a batch of 0: give one global batch"
             )
     Pins.parse(pin)
+
+
+def check_cluster(cluster: object) -> None:
+    """Raises :class:`ClusterError` unless it is one."""
+    if not isinstance(cluster, ClusterSpec):
+        raise ClusterError(
+            f"cluster is {_kind(cluster)}; give a ClusterSpec, e.g. ClusterSpec.local(4), "
+            "ClusterSpec.preset('dgx-h100', nodes=4) or ClusterSpec.load('cluster.yaml')"
+        )
 
 
 def _check_unwrapped(model: nn.Module) -> None:

@@ -98,7 +98,7 @@ class Space(LocalCosts):
         for variable in self.members:
             found[variable] = self._node_options.of_nodes(variable)
         for point, ref in self.variables.reshard_points.items():
-            found[point] = self._reshard_layouts(point, ref)
+            found[point] = self.reshard_layouts(point, ref)
         for position in range(len(self.leaving)):
             found["output", position] = self._node_options.of_output(position)
         return found
@@ -144,7 +144,7 @@ class Space(LocalCosts):
         """The reshard point of a value, if it has one."""
         return self.variables.reshard_point_of(ref)
 
-    def _reshard_layouts(self, point: Variable, ref: Ref) -> list[Layout]:
+    def reshard_layouts(self, point: Variable, ref: Ref) -> list[Layout]:
         """Layouts some reader of the value (in any instance) wants or its producer gives; P only if given."""
         readers = self.decision_graph.reshard_readers[point]
         wanted = {
@@ -180,13 +180,23 @@ class Space(LocalCosts):
             self.cost,
             self.training,
             self.decision_graph.rules,
-            self._node_options.allow,
-            self._node_options.allow_leaf,
+            self.allow,
+            self.allow_leaf,
             self.decision_graph,
             self.pace,
         )
         found.in_flight = self.in_flight
         return found
+
+    @property
+    def allow(self) -> Allow | None:
+        """Keeps a strategy of an operator on an axis; ``None``: all are kept."""
+        return self._node_options.allow
+
+    @property
+    def allow_leaf(self) -> AllowLeaf | None:
+        """Keeps a storage layout of a leaf; ``None``: all are kept."""
+        return self._node_options.allow_leaf
 
     def at(self, pace: PipelinePace) -> Space:
         """The same decisions at another pace."""

@@ -26,6 +26,7 @@ from planner.ir.graph import Ref
 from planner.ir.layout import Mesh
 from planner.plan.document.account import account
 from planner.plan.document.detail import Account
+from planner.plan.document.rebinding import Change, Rebinding
 from planner.plan.timeline import StepTimeline, predicted
 from planner.search.parallel_config import ParallelConfig
 from planner.solve.pipeline.schedule import schedule
@@ -129,6 +130,7 @@ class Document:
         coverage: operators that the op table does not know -> how often they occur; they run replicated.
         notes: what of it may not have been meant, see :mod:`planner.plan.document.notes`.
         recorded: the details that a file brought along.
+        rebinding: of a plan that was made of another one's decisions, of which; ``None``: it was searched for.
         assignment: the decisions themselves, where the plan was made in this process, as ``decided``; not part of the
             file, nor of what :func:`dataclasses.replace` makes of a plan, since that may decide otherwise.
     """
@@ -153,6 +155,7 @@ class Document:
     notes: tuple[str, ...] = ()
     offload: Offload = "none"
     recorded: Account | None = field(default=None, compare=False, repr=False)
+    rebinding: Rebinding | None = None
     assignment: Assignment | None = field(default=None, init=False, compare=False, repr=False)
     decided: InitVar[Assignment | None] = None
 
@@ -168,6 +171,11 @@ class Document:
     def pins(self) -> Pins:
         """What the user had fixed, and where model data is at home, which may have been chosen."""
         return replace(Pins.parse(self.pin), offload=self.offload)
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """What of the plan that this one was rebound from did not hold; empty: it was searched for, or all did."""
+        return () if self.rebinding is None else self.rebinding.changes
 
     @property
     def transfer_schedule(self) -> TransferSchedule | None:

@@ -26,6 +26,7 @@ from planner.formulation.unsharding import Gathers, Unsharding
 from planner.ir.layout import Axis, Mesh
 from planner.plan.document.detail import Account, BlockDetail, LeafDetail
 from planner.plan.document.document import BlockPlan, Document, PipelinePlan, Search
+from planner.plan.document.rebinding import Rebinding
 from planner.plan.document.upgrade import of_version_2
 from planner.solve.transfers import TransferSchedule
 
@@ -47,7 +48,7 @@ FIELDS = (
         "offload",
     ),
     *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "discards", "coverage"),
-    *("notes", "search", "predicted", "details", "leaves"),
+    *("notes", "rebinding", "search", "predicted", "details", "leaves"),
 )
 
 
@@ -94,6 +95,7 @@ def encode(document: Document) -> dict[str, Any]:
         "optimizer_bytes_per_element": document.optimizer_bytes_per_element,
         **decisions(document),
         **({"notes": list(document.notes)} if document.notes else {}),
+        **({"rebinding": asdict(document.rebinding)} if document.rebinding is not None else {}),
         "search": _search(search),
         "predicted": _prediction(predicted),
         "details": [
@@ -319,6 +321,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         else (),
         "optimizer_bytes_per_element": field("optimizer_bytes_per_element", _read_bytes),
         "notes": field("notes", partial(read, tuple[str, ...])) if "notes" in data else (),
+        "rebinding": field("rebinding", partial(read, Rebinding)) if "rebinding" in data else None,
         "recorded": Account(
             field("details", partial(read, tuple[BlockDetail, ...], readers=CALLS)),
             field("leaves", partial(read, Mapping[str, LeafDetail], readers=CALLS)),

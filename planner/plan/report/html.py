@@ -42,6 +42,7 @@ from planner.plan.report.summary import (
     op_calls,
     outputs,
     pinned,
+    rebound,
     shared,
     stages,
     standing,
@@ -104,9 +105,10 @@ def _style() -> str:
 def _head(document: Document) -> str:
     cluster, search, model = document.cluster, document.search, document.model
     proven = search.status == "optimal"
-    pills = [
-        _pill("optimal" if proven else f"at most {search.gap * 100:.1f} % from the best", "good" if proven else "warn")
-    ]
+    told = "optimal" if proven else f"at most {search.gap * 100:.1f} % from the best"
+    if document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
+        told = "rebound"
+    pills = [_pill(told, "good" if proven else "warn")]
     pills += [_pill(f"pinned: {each}") for each in pinned(document)]
     devices = f"{cluster.world_size} × {escape(cluster.device.kind)}"
     return (
@@ -122,7 +124,9 @@ def _pill(text: str, tone: str = "") -> str:
 
 
 def _note(document: Document) -> str:
-    notes = "".join(f'<div class="note">{escape(note)}</div>' for note in document.notes)
+    came = "<br>".join(map(escape, rebound(document)))
+    notes = f'<div class="note"><b>Rebound</b> {came}</div>' if came else ""
+    notes += "".join(f'<div class="note">{escape(note)}</div>' for note in document.notes)
     if not document.coverage:
         return notes
     ops = ", ".join(f"{times} × <code>{escape(op)}</code>" for op, times in document.coverage.items())

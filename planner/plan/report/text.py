@@ -32,6 +32,7 @@ from planner.plan.report.summary import (
     op_calls,
     outputs,
     pinned,
+    rebound,
     shared,
     stages,
     standing,
@@ -75,12 +76,15 @@ def line(document: Document) -> str:
 def _head(document: Document) -> str:
     predicted, search, device = document.predicted, document.search, document.cluster.device
     proof = "" if search.status == "optimal" else f", at most {search.gap * 100:.1f} % from the best"
+    if document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
+        proof += " by arithmetic alone"
     steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in search.seconds.items())
     if proof and search.time_limit_s is not None:
         steps += f"; limit {search.time_limit_s:g} s"
     pins = ", ".join(pinned(document))
     devices = f"{document.cluster.world_size} x {device.kind} ({document.cluster.backend})"
     rows = [
+        *(("" if number else "rebound", in_paragraph(each)) for number, each in enumerate(rebound(document))),
         ("mesh", sizes_text(document.sizes)),
         *([("pinned", in_paragraph(pins))] if pins else []),
         *([("batches", in_paragraph(micro_batched(document)))] if document.pipeline is not None else []),

@@ -175,6 +175,22 @@ def test_shows_a_plan_whole_by_block_and_by_name(plan_file: Path) -> None:
     assert explained.exit_code == 0 and "down" in explained.stdout
 
 
+def test_rebinds_a_plan_to_a_deeper_config_on_more_devices(config: Path, tmp_path: Path) -> None:
+    out, deep, rebound = tmp_path / "plan.json", tmp_path / "deep.json", tmp_path / "rebound.json"
+    words = ("--batch", 4, "--seq", 16, "--pin", "tensor=2", "--pin", "data=1")
+    assert invoke("plan", config, "-c", "local:2", *words, "--out", out).exit_code == 0
+    deep.write_text(json.dumps({**LLAMA, "num_hidden_layers": 5}))
+    result = invoke("rebind", out, "--model", deep, "-c", "local:4", "--out", rebound, "--time-limit", 10)
+    assert result.exit_code == 0, result.output
+    found = Plan.load(rebound)
+    assert found.sizes == {"data": 2, "tensor": 2} and max(block.count for block in found.blocks) == 5
+    assert "mesh axis 'data': 1 -> 2" in result.stdout and "a fresh search of" in result.stdout
+    assert found.account.leaves["input_ids"].shape == (4, 16)
+    assert invoke("verify", deep, "--plan", rebound).exit_code == 0
+    wider = invoke("rebind", out, "--model", deep, "--batch", 8, "--out", rebound)
+    assert wider.exit_code == 0 and Plan.load(rebound).account.leaves["input_ids"].shape == (8, 16)
+
+
 def test_verifies_a_plan_and_a_cluster(plan_file: Path, config: Path) -> None:
     result = invoke("verify", f"{HERE}:small", "--plan", plan_file)
     assert result.exit_code == 0 and "verified" in result.stdout, result.output

@@ -13,6 +13,7 @@ from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, Search, describe
+from planner.plan.rebinding.rebind import rebind
 from planner.search.branch_and_bound import Searched
 from planner.search.search import search
 from tests.planner.plans import WHOLE, residual_mlp, unwrapped
@@ -77,3 +78,11 @@ def test_the_device_comes_first() -> None:
     graph = residual_mlp(layers=2, width=64, batch=64)
     found = planned(graph, on(1, "64 MiB", host="1 GiB"))
     assert document(found).offload == "none" and not found.left_out
+
+
+def test_a_home_that_was_chosen_goes_with_a_plan_s_decisions() -> None:
+    plan = document(planned(residual_mlp(layers=6, width=128, batch=16), on(1, "4 MiB", host="1 GiB")))
+    deeper = residual_mlp(layers=8, width=128, batch=16)
+    rebound = rebind(plan, deeper, model_facts(deeper, "ResidualMLP"), plan.cluster)
+    assert rebound.offload == plan.offload == "auto" and rebound.transfer_schedules
+    assert not any("offload" in change.what for change in rebound.changes)
