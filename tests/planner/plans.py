@@ -97,9 +97,11 @@ def named(folded: Folded, levels: Sequence[Level] = LEVELS, alone: Sequence[Leve
 
 
 def whole(pin: Mapping[str, Any] | None = None) -> Pins:
-    """Pins, and :data:`WHOLE` unless they say something of pipelines or micro-batches."""
+    """Pins, with :data:`WHOLE` unless they say something of pipelines or micro-batches, and model data on the device
+    unless they say where.
+    """
     pin = pin or {}
-    return Pins.parse({**({} if {*WHOLE} & pin.keys() else WHOLE), **pin})
+    return Pins.parse({"offload": "none", **({} if {*WHOLE} & pin.keys() else WHOLE), **pin})
 
 
 def plan_of(graph: Graph, spec: ClusterSpec | None = None, pin: Mapping[str, Any] | None = None) -> Plan:

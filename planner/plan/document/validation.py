@@ -24,8 +24,7 @@ def check_consistent(plan: Document) -> None:
     if pinned != plan.offload:
         raise PlanError(f"the plan's pin 'offload' is {pinned!r}, and its 'offload' {plan.offload!r}: {MEND}")
     if (pinned == "none") != (has == "no"):
-        kind = "pin" if "offload" in plan.pin else "field"
-        raise PlanError(f"the plan's {kind} 'offload' is {pinned!r}, and it has {has} transfer_schedule: {MEND}")
+        raise PlanError(f"the plan's pin 'offload' is {pinned!r}, and it has {has} transfer_schedule: {MEND}")
     early = (moment.on == "host" for table in plan.transfer_schedules for moment in table.trace.moments[:-1])
     if any(early) and plan.pin.get("update") != "backward":
         raise PlanError(
