@@ -281,7 +281,7 @@ def _freely(run: Run, traced: Traced, cluster: ClusterSpec, training: Training) 
 
 def _free(run: Run, traced: Traced, cluster: ClusterSpec, training: Training, pin: Mapping[str, Any]) -> Free:
     """What search picks with few pins."""
-    found = search(traced.graph, cluster, Pins.parse(pin), training, pipelines=True, time_limit_s=FREE_LIMIT_S)
+    found = search(traced.graph, cluster, Pins.parse(pin), training, time_limit_s=FREE_LIMIT_S)
     candidates = found.candidates
     planned = [each.objective_s for each in candidates if math.isfinite(each.objective_s)]
     return Free(

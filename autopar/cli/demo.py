@@ -40,6 +40,9 @@ PRELOAD = ("torch", "transformers.models.gpt2.modeling_gpt2", "autopar.cli.demo"
 COMPARED_STEPS, LOSS_TOLERANCE = 20, 1e-4
 # Llama's: with a usual, smaller eps Adam turns the rounding of gradients near zero into steps, and losses drift apart.
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-5}
+WHOLE = {"pipeline": 1, "micro_batches": 1}
+"""One forward and one backward, if no pin asks for others: the collectives of a step are compared by process, and in a
+pipeline each has its own."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,7 @@ def run(settings: Settings, console: Console, directory: Path) -> bool:
                 model,
                 cluster,
                 example_kwargs=first,
-                pin=settings.pin,
+                pin={**WHOLE, **settings.pin},
                 progress=lambda text: status.update(f"{text} ..."),
             )
             planned_s = time.monotonic() - start

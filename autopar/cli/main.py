@@ -119,9 +119,6 @@ def plan(
             show_default="of a micro-batched step numbers, else all",
         ),
     ] = None,
-    pipelines: Annotated[
-        bool, typer.Option("--pipelines", help="Also look at pipeline stages and micro-batches.")
-    ] = False,
     time_limit: TimeLimit = 60.0,
     gap: Annotated[
         float | None,
@@ -153,7 +150,6 @@ def plan(
             pin=pins,
             optimizer_bytes_per_element=optimizer_bytes,
             outputs="all" if outputs == "all" else None if outputs is None else outputs.split(","),
-            pipelines=pipelines,
             time_limit_s=time_limit,
             gap=GAP if gap is None else gap,
             max_axes=max_axes,

@@ -103,10 +103,8 @@ def check_search(fold: str, time_limit_s: float, gap: float, max_axes: int) -> N
     check_axes(max_axes)
 
 
-def check_reporting(pipelines: object, progress: object) -> None:
-    """Refuse what is no flag, and no function to call with a line of text; raises :class:`InputError`."""
-    if not isinstance(pipelines, bool):
-        raise InputError(f"pipelines is {pipelines!r}; give True, to also look at pipelines, or False")
+def check_progress(progress: object) -> None:
+    """Refuse what is no function to call with a line of text; raises :class:`InputError`."""
     if progress is not None and not callable(progress):
         raise InputError(f"progress is {_kind(progress)}; give a function that takes a line of text, such as print")
 

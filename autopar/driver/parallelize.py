@@ -14,7 +14,7 @@ from torch import nn
 from autopar.capture.capture import LossFn
 from autopar.driver.arguments import (
     check_arguments,
-    check_reporting,
+    check_progress,
     check_search,
     check_source,
     given_plan,
@@ -25,7 +25,7 @@ from autopar.driver.arguments import (
 from autopar.driver.further import ModelState, ProgramMaker, values_of
 from autopar.driver.outputs import Outputs, check_outputs, discards_of
 from autopar.driver.plan import assign, plan_traced, staged
-from autopar.driver.process_group import start_process_group
+from autopar.driver.process_group import share_host, start_process_group
 from autopar.driver.rank_agreement import arguments, check_alike, planned_on_rank_0, traced_alike
 from autopar.emit.build import build
 from autopar.emit.initialization import Source, part_maker
@@ -70,7 +70,6 @@ def parallelize(
     pin: Mapping[str, Any] | None = None,
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element,
     outputs: Outputs | None = None,
-    pipelines: bool = False,
     state_dict: Source | None = None,
     seed: int = 0,
     offload_path: str | os.PathLike[str] | None = None,
@@ -85,14 +84,15 @@ def parallelize(
     0's model, from ``state_dict``, or, for models on the meta device, from the modules' own initialisation.
 
     Args:
-        model, cluster, example_args, example_kwargs, loss_fn, pin, optimizer_bytes_per_element, outputs, pipelines,
-            time_limit_s, gap, max_axes: as in :func:`plan`; the last seven are of the search, where no plan is given.
+        model, cluster, example_args, example_kwargs, loss_fn, pin, optimizer_bytes_per_element, outputs,
+            time_limit_s, gap, max_axes: as in :func:`plan`; the last six are of the search, where no plan is given.
         plan: a plan to apply without searching, or the path of one's file.
         state_dict: the original model's full state dict, or the path of a file that ``torch.save`` wrote of it, of a
             safetensors file, of a directory of such files with their index, or of what
             :func:`autopar.save_checkpoint` wrote.
         seed: of dropout, and of initialisation on the meta device.
         offload_path: of a directory for files, where the plan keeps model data on disk; ranks may give different ones.
+            Where nothing pins ``offload``, it is used if nothing fits elsewhere.
         progress: called on rank 0 with a line of text as the search advances.
 
     Raises:
@@ -105,7 +105,7 @@ def parallelize(
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     check_search("capture", time_limit_s, gap, max_axes)
-    check_reporting(pipelines, progress)
+    check_progress(progress)
     check_source(state_dict, seed)
     check_outputs(outputs)
     training = training_of(optimizer_bytes_per_element)
@@ -124,12 +124,11 @@ def parallelize(
     if plan is not None:
         _check_fits(plan, cluster)
     pins = Pins.parse(pin)
-    pinned = pins if plan is None else Pins.parse(plan.pin)
-    tier = pinned.tier
-    check_given(offload_path, tier == "disk")
+    if plan is not None or pins.offload is not None:
+        check_given(offload_path, (pins if plan is None else plan.pins).tier == "disk")
     calls = calls_to_check()
-    device = start_process_group(cluster, tier != "device")
-    check_alike(arguments(model, cluster, plan, pins, training, outputs, pipelines, state_dict, seed))
+    device = start_process_group(cluster)
+    check_alike(arguments(model, cluster, plan, pins, training, outputs, state_dict, seed))
     if dist.get_world_size() != cluster.world_size:
         raise PlanError(
             f"the cluster has {cluster.world_size} devices but {dist.get_world_size()} processes were started: "
@@ -141,8 +140,13 @@ def parallelize(
     if plan is None:
         training = replace(training, discards=discards_of(traced, outputs))
         limits: dict[str, Any] = {"time_limit_s": time_limit_s, "gap": gap, "max_axes": max_axes}
-        search = partial(plan_traced, traced, cluster, pins, training, pipelines=pipelines, **limits, progress=progress)
+        search = partial(plan_traced, traced, cluster, pins, training, **limits, progress=progress)
         plan = planned_on_rank_0(search)
+    tier = plan.pins.tier
+    if tier == "disk":
+        check_given(offload_path, True)
+    if tier != "device":
+        share_host(cluster)
     warn(plan.notes)
     if state_dict is None and any(parameter.is_meta for parameter in model.parameters()):
         warn([RANDOM.format(type(model).__name__, seed)])
@@ -160,7 +164,9 @@ def parallelize(
     )
     arena = table.high_water_bytes if table is not None and device.type == "cpu" else 0
     check_room(device, _device_bytes(plan), arena + (0 if tier == "disk" else home))
-    disk = None if offload_path is None else open_disk(offload_path, home, pinned.update == "backward")
+    disk = None
+    if tier == "disk" and offload_path is not None:
+        disk = open_disk(offload_path, home, plan.pins.update == "backward")
     held = {} if plan.pipeline is None else homes(assignment.space.folded, plan.pipeline)
     lines = progress if dist.get_rank() == 0 else None
     constants = values_of(traced.captured.held)

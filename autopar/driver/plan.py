@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,7 +13,7 @@ from autopar.capture.capture import LossFn
 from autopar.driver.arguments import (
     Fold,
     check_arguments,
-    check_reporting,
+    check_progress,
     check_search,
     given_plan,
     say,
@@ -24,7 +23,6 @@ from autopar.driver.arguments import (
 from autopar.driver.outputs import Outputs, check_discards, check_outputs, discards_of
 from autopar.driver.trace import Traced, trace
 from planner.base.cpython import no_garbage, on_one_stack
-from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
@@ -53,7 +51,6 @@ def plan(
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element,
     outputs: Outputs | None = None,
     fold: Fold = "capture",
-    pipelines: bool = False,
     time_limit_s: float = 60.0,
     gap: float = GAP,
     max_axes: int = MAX_AXES,
@@ -78,7 +75,6 @@ def plan(
         fold: ``"capture"`` traces submodules that repeat once and decides once per distinct block, ``"graph"`` traces
             the whole model and decides once per distinct block, ``"off"`` decides for every operator of the model.
             The graph is the same in all three, and what ``"capture"`` cannot follow is traced whole.
-        pipelines: also look at pipeline stages and micro-batches, as where ``pin`` asks for them.
         time_limit_s: when to stop proving; the plan then carries the proven gap.
         gap: part of a step that the proof may leave open: the plan is at most so much slower than the fastest; 0 proves
             that it is the fastest, which may take a minute where memory is tight.
@@ -95,7 +91,7 @@ def plan(
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     check_search(fold, time_limit_s, gap, max_axes)
-    check_reporting(pipelines, progress)
+    check_progress(progress)
     check_outputs(outputs)
     training = training_of(optimizer_bytes_per_element)
     pins = Pins.parse(pin)
@@ -107,7 +103,6 @@ def plan(
         pins,
         replace(training, discards=discards_of(traced, outputs)),
         fold=fold,
-        pipelines=pipelines,
         time_limit_s=time_limit_s,
         gap=gap,
         max_axes=max_axes,
@@ -115,15 +110,6 @@ def plan(
     )
     warn(found.notes)
     return found
-
-
-def _runs_micro_batched(traced: Traced) -> bool:
-    """Whether micro-batched steps can train the model."""
-    try:
-        traced.check_micro_batched()
-    except InputError:
-        return False
-    return True
 
 
 @on_one_stack
@@ -135,14 +121,13 @@ def plan_traced(
     training: Training,
     *,
     fold: Fold = "capture",
-    pipelines: bool = False,
     time_limit_s: float = 60.0,
     gap: float = GAP,
     max_axes: int = MAX_AXES,
     progress: Progress | None = None,
 ) -> Plan:
     """Plan a captured model; see :func:`plan`."""
-    if pipelines or pins.micro_batched:
+    if pins.micro_batched:
         traced.check_micro_batched()
     say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
     request = Request(
@@ -154,8 +139,6 @@ def plan_traced(
         time_limit_s=time_limit_s,
         gap=gap,
         max_axes=max_axes,
-        pipelines=pipelines,
-        runs_micro_batched=partial(_runs_micro_batched, traced),
     )
     found = search_or_advise(request, progress)
     transfer_schedules, predicted = found.planned_step
@@ -167,7 +150,7 @@ def plan_traced(
         traced.facts,
         pins.to_dict(),
         predicted,
-        Search(found.status, found.gap, seconds, seen, unseen, max_axes, time_limit_s),
+        Search(found.status, found.gap, seconds, seen, unseen, max_axes, time_limit_s, found.left_out),
         found.staged,
         transfer_schedules,
     )
@@ -208,7 +191,7 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     facts = traced.facts
     folded = refold(plan, traced.graph, facts)
     check_discards(traced, plan)
-    pins, stages = Pins.parse(plan.pin), 1 if plan.pipeline is None else plan.pipeline.ranks
+    pins, stages = plan.pins, 1 if plan.pipeline is None else plan.pipeline.ranks
     training = Training(
         plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.unsharding, plan.discards
     )

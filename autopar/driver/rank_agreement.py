@@ -36,7 +36,6 @@ def arguments(
     pins: Pins,
     training: Training,
     outputs: Outputs | None,
-    pipelines: bool,
     source: Source | None,
     seed: int,
 ) -> Given:
@@ -51,7 +50,6 @@ def arguments(
         "pin": json.dumps(pins.to_dict()),  # of globs the first that matches counts
         "optimizer_bytes_per_element": str(training.optimizer_bytes_per_element),
         "outputs argument": "left out" if outputs is None else str(outputs),
-        "pipelines flag": str(pipelines),
         "model": "one on the meta device" if any(p.is_meta for p in model.parameters()) else "one with weights",
         "state_dict": "none" if source is None else "one",
         "seed": str(seed),

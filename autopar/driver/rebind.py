@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.capture import LossFn
-from autopar.driver.arguments import check_arguments, check_cluster, check_reporting, say, warn
+from autopar.driver.arguments import check_arguments, check_cluster, check_progress, say, warn
 from autopar.driver.trace import trace
 from planner.base.cpython import no_garbage, on_one_stack
 from planner.base.errors import InputError, PlanError
@@ -34,7 +34,7 @@ def rebind(
 ) -> Plan:
     """What :meth:`planner.plan.plan.Plan.rebind` does; arguments and errors are said there."""
     check_time_limit(time_limit_s)
-    check_reporting(False, progress)
+    check_progress(progress)
     cluster = plan.cluster if cluster is None else cluster
     if model is None:
         if example_args is not None or example_kwargs is not None or loss_fn is not None:

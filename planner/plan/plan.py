@@ -28,6 +28,7 @@ from planner.analysis.prediction import Prediction
 from planner.base.errors import PlanError, ScheduleError
 from planner.base.files import check_path, write_text
 from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.pins import TIERS
 from planner.formulation.constraints.zero import check_together
 from planner.formulation.decision_names import variable_names
 from planner.formulation.remat.levels import Recompute, at_levels, used
@@ -327,7 +328,7 @@ class Plan(Document):
         if self.transfer_schedules:
             raise PlanError(
                 "this plan keeps model data on the host or on disk, and only one with all of it on the device can be "
-                f"asked this: plan without pin 'offload', or {instead}"
+                f"asked this: plan with pin 'offload' 'none', or {instead}"
             )
 
 
@@ -403,6 +404,7 @@ def describe(
         optimizer_bytes_per_element=space.training.optimizer_bytes_per_element,
         coverage=unknown,
         notes=notes(assignment, model, unknown, predicted, stages),
+        offload=next(name for name, tier in TIERS.items() if tier == space.training.tier),
         decided=assignment,
     )
 

@@ -8,7 +8,6 @@ together.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
 from planner.search.candidate_bounds import Progress
+from planner.search.left_out import why_no_pipelines
 from planner.search.search import search
 from planner.sizes.capacity import max_batch
 from planner.sizes.rescale import OtherSizes
@@ -42,9 +42,7 @@ Found = Callable[..., Searched | None]
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is asked for with (:func:`planner.search.search.search`); ``runs_micro_batched``: if the model
-    can.
-    """
+    """What a plan is asked for with (:func:`planner.search.search.search`)."""
 
     graph: Graph
     cluster: ClusterSpec
@@ -54,13 +52,10 @@ class Request:
     max_axes: int = MAX_AXES
     time_limit_s: float = 60.0
     gap: float = 0.0
-    pipelines: bool = False
-    runs_micro_batched: Callable[[], bool] = lambda: True
 
     def search(self, progress: Progress | None = None) -> Searched:
         """The fastest plan that fits."""
         asked = {each.name: getattr(self, each.name) for each in fields(self)}
-        del asked["runs_micro_batched"]
         return search(**asked, progress=progress)
 
 
@@ -108,20 +103,14 @@ def _ways(request: Request, excess_bytes: int) -> Iterator[str]:
 
 
 def _micro_batched(request: Request, found: Found) -> Iterator[str]:
-    """Micro-batches and pipelines where none were looked at, or more micro-batches than are pinned."""
-    pins = request.pins
-    if pins.micro_batched and pins.micro_batches is not None:
-        counts = (pins.micro_batches << doubling for doubling in range(1, TRIES + 1))
-        fitting = (count for count in counts if found(pins=replace(pins, micro_batches=count)))
-        yield from (f"{count} micro-batches (pin 'micro_batches')" for count in [*fitting][:1])
-    elif not pins.micro_batched and not request.pipelines and request.folding and request.runs_micro_batched():
-        plan = found(pipelines=True)
-        if plan is None or plan.staged is None:
+    """More micro-batches than are pinned."""
+    pinned = request.pins.micro_batches
+    if pinned is None or why_no_pipelines(request.graph, Pins(), request.folding):
+        return
+    for count in (pinned << doubling for doubling in range(1, TRIES + 1)):
+        if found(pins=replace(request.pins, micro_batches=count)):
+            yield f"{count} micro-batches (pin 'micro_batches')"
             return
-        stages, micro_batches = plan.best.config.stages, plan.best.config.mesh.micro_batches
-        pinned = {**({"pipeline": stages} if stages > 1 else {}), "micro_batches": micro_batches}
-        pin = f"pin {json.dumps(pinned)} too, or pipelines=True"
-        yield f"cutting the batch into micro-batches ({plan.best.config}: {pin})"
 
 
 def _with_fewer_pins(pins: Pins, found: Found) -> Iterator[str]:
@@ -138,11 +127,11 @@ def _with_fewer_pins(pins: Pins, found: Found) -> Iterator[str]:
 
 
 def _on_the_host(request: Request, found: Found) -> Iterator[str]:
-    """Model data on the host, where the cluster has one."""
-    if request.cluster.host is None or request.pins.offload is not None:
+    """Model data on the host, where the cluster has one and a pin keeps it away from there."""
+    if request.cluster.host is None or request.pins.offload != "none":
         return
-    if found(pins=replace(request.pins, offload="host")) is not None:
-        yield 'model data on the host (pin {"offload": "host"})'
+    if found(pins=replace(request.pins, offload="auto")) is not None:
+        yield "model data on the host (without pin 'offload')"
 
 
 def _of_a_smaller_batch(request: Request, excess_bytes: int, found: Found) -> Iterator[str]:
@@ -150,8 +139,8 @@ def _of_a_smaller_batch(request: Request, excess_bytes: int, found: Found) -> It
     device = request.cluster.device
     needed = math.ceil((device.usable_bytes + excess_bytes) / (1 - device.reserve_fraction))
     larger = request.cluster.model_copy(update={"device": device.model_copy(update={"memory_bytes": needed})})
-    plan = found(cluster=larger) if request.pins.offload is None else None
-    if plan is not None and plan.staged is None:
+    plan = found(cluster=larger) if request.pins.tier == "device" else None
+    if plan is not None and plan.staged is None and plan.best.space.training.tier == "device":
         try:
             batch = max_batch(OtherSizes(plan.assignment, lambda _: None), None, device.usable_bytes)
         except PlanError:

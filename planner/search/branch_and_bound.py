@@ -72,6 +72,7 @@ class Searched:
             decide equal blocks alike where the model has more than :data:`UNFOLDED_OPERATORS` operators.
         seconds: by step: ``fold``, ``build``, ``solve``.
         memory: of the plan followed statement by statement; ``None`` with micro-batches.
+        left_out: what was not searched, and why; see :mod:`planner.search.left_out`.
     """
 
     best: Incumbent
@@ -80,6 +81,7 @@ class Searched:
     gap: float
     seconds: Mapping[str, float]
     memory: Usage | None = None
+    left_out: str = ""
 
     @cached_property
     def assignment(self) -> Assignment:

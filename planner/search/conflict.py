@@ -137,12 +137,11 @@ class Recipe:
             return search(
                 space.graph,
                 cluster,
-                Pins.parse(pin),
+                replace(Pins.parse(pin), offload="none"),
                 space.training,
                 time_limit_s=self.time_limit_s,
                 gap=GAP,
                 max_axes=self.max_axes,
-                pipelines=space.micro_batched,
             )
         except (ClusterError, PinError, InfeasibleError) as error:
             return error

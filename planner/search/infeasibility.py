@@ -44,16 +44,19 @@ def check_micro_batches(begun: list[Branch]) -> None:
     """Refuse micro-batches where no configuration that was begun has a plan, whatever it needs of memory."""
     if begun and all(math.isinf(free_s(branch)) for branch in begun):
         space = min(begun, key=lambda branch: branch.candidate.config.mesh.size).space
-        raise PinError(
-            f"no micro-batches can be cut from this model's batch: {_forbids(space)}, or pin 'micro_batches' 1"
+        reason = what_forbids(space) or (
+            "its operators ask for it in ways that go together with none, or inputs differ in dim 0"
         )
+        raise PinError(f"no micro-batches can be cut from this model's batch: {reason}, or pin 'micro_batches' 1")
 
 
-def _forbids(space: Space) -> str:
-    """The first operator that does not run on one micro-batch after the other, and what to do about it."""
+def what_forbids(space: Space) -> str:
+    """The first operator that does not run on one micro-batch after the other, and what to do about it; empty if each
+    by itself may.
+    """
     node = _first_to_forbid(space)
     if node is None:
-        return "its operators ask for it in ways that go together with none, or inputs differ in dim 0"
+        return ""
     likes = len(space.members[space.variable_of[node.name]]) > 1
     where = (f" in {node.path}" if node.path else "") + ", or one of its kind," * likes
     if is_unregistered(node):

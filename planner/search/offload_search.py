@@ -27,7 +27,7 @@ ENDLESS = 2**50
 """More bytes than any model takes."""
 
 
-def check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
+def check_offloads(cluster: ClusterSpec, pins: Pins) -> None:
     """Refuse what plans that offload cannot be yet, and clusters that do not say where to."""
     if pins.schedule in OUT_OF_ORDER:
         raise PinError(
@@ -35,11 +35,11 @@ def check_offloads(cluster: ClusterSpec, pins: Pins, pipelines: bool) -> None:
             "weights to a later action or step than their block's backward, where they could not leave the device: pin "
             "'schedule' '1f1b', 'interleaved_1f1b' or 'gpipe', or 'offload' 'none'"
         )
-    if (pipelines or pins.micro_batched) and pins.update == "backward":
+    if pins.micro_batched and pins.update == "backward":
         raise PinError(
             "pin 'update' is 'backward', but a micro-batched step has its gradients before the loss's backward says "
             "by how much they are scaled, so that none can be used earlier: pin 'update' 'after', or leave out "
-            "pipelines, 'pipeline' and 'micro_batches'"
+            "'pipeline' and 'micro_batches'"
         )
     cluster.home(pins.tier == "disk")
 

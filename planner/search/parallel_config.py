@@ -98,20 +98,17 @@ def without_micro_batches(cluster: ClusterSpec, pins: Pins, max_axes: int) -> tu
 
 
 def micro_batched(
-    cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_axes: int, pipelines: bool = False
+    cluster: ClusterSpec, pins: Pins, graph: Graph, blocks: int, max_axes: int
 ) -> tuple[ParallelConfig, ...]:
     """Every other configuration: stages among which so many blocks can be cut, and micro-batches that divide the batch.
 
     Of those whose parameters may be gathered once a step and in each micro-batch, the former.
 
-    Args:
-        pipelines: whether stages are searched also where the pins put all devices of a stage on the data axis.
-
     Raises:
         PinError: more stages are pinned than there are blocks, or micro-batches that do not divide the batch.
     """
     found, samples = [], batch_of(graph) // (pins.micro_batches or 1)
-    counts = _stage_counts(cluster, pins, blocks, pipelines)
+    counts = _stage_counts(cluster, pins, blocks)
     meshes = {stages: _meshes(cluster, pins, max_axes, stages) for stages in counts}
     for stages in [each for each in counts if samples % _data(meshes[each]) == 0] or counts:
         for mesh in meshes[stages]:
@@ -188,11 +185,11 @@ def _meshes(cluster: ClusterSpec, pins: Pins, max_axes: int, stages: int) -> tup
     return candidate_meshes(cluster, max_axes, cluster.world_size // stages, crossing=pins.stages is not None)
 
 
-def _stage_counts(cluster: ClusterSpec, pins: Pins, blocks: int, pipelines: bool) -> list[int]:
+def _stage_counts(cluster: ClusterSpec, pins: Pins, blocks: int) -> list[int]:
     world = cluster.world_size
     if pins.stages is None:
         leaves_all_to_data = REST not in pins.sizes and all(size == 1 for size in pins.sizes.values())
-        is_free = not pins.sizes or (pipelines and leaves_all_to_data)
+        is_free = not pins.sizes or leaves_all_to_data
         return [n for n in range(1, min(blocks, world) + 1) if world % n == 0] if is_free else [1]
     if world % pins.stages:
         raise PinError(

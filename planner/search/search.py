@@ -2,8 +2,9 @@
 
 The cluster's parallel configurations are evaluated best first (:mod:`planner.search.branch_and_bound`), within a limit
 to a sum of bytes; what is found is simulated, and the limit moved to what then fits
-(:mod:`planner.search.memory_fitting`). Where the home of model data is not the device, there is more to choose
-(:mod:`planner.search.offload_search`).
+(:mod:`planner.search.memory_fitting`). In which order, and what of them a model leaves out, says
+:mod:`planner.search.split_search`. Where the home of model data is not the device, there is more to choose
+(:mod:`planner.search.offload_search`); so it is where nothing fits on the device (:mod:`planner.search.home_search`).
 
 What does not depend on the mesh is found once (:mod:`planner.formulation.decisions`). Ctrl-C ends a search with
 :class:`KeyboardInterrupt` and leaves nothing behind; to get the best plan so far instead, give a time limit.
@@ -13,32 +14,27 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
-from planner.base.errors import InputError, PinError
+from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.constraints.zero import pinned_apart, ways_of_kinds
-from planner.formulation.decisions import DecisionGraph
-from planner.formulation.remat.levels import named_by_kind
+from planner.formulation.remat.levels import Levels
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph
-from planner.search.axis_names import named
-from planner.search.block_splitting import finer
-from planner.search.branch_and_bound import ParallelConfigs, Searched
+from planner.search.branch_and_bound import Searched
 from planner.search.candidate_bounds import Progress, SearchContext
-from planner.search.memory_fitting import memory_feasible, using_headroom
-from planner.search.offload_search import check_offloads, search_offload
-from planner.search.parallel_config import ParallelConfig, dividing, micro_batched, stages_wanted, without_micro_batches
-from planner.search.remat_selection import keeping, with_levels_between
+from planner.search.home_search import search_homes
+from planner.search.left_out import check_schedule, why_no_pipelines
+from planner.search.offload_search import check_offloads
+from planner.search.split_search import search_split
 
 GAP = 0.01
 """Part of a step that a plan's proof leaves open where nobody asks for another: to close it takes most of the time."""
-FIRST = 0.5
-"""Part of the time after which proofs give way to a search for a plan that takes the room of the one found."""
 
 
 def search(
@@ -51,13 +47,10 @@ def search(
     max_axes: int = MAX_AXES,
     time_limit_s: float = 60.0,
     gap: float = 0.0,
-    pipelines: bool = False,
     progress: Progress | None = None,
 ) -> Searched:
-    """The fastest plan that fits the cluster's memory, over all meshes that the pins allow.
-
-    With ``pipelines``, or where the pins ask for it, also over stages and micro-batches, see
-    :mod:`planner.search.parallel_config`.
+    """The fastest plan that fits the cluster's memory, over all stages, micro-batches and meshes that the pins allow;
+    see :mod:`planner.search.parallel_config`, and :mod:`planner.search.left_out` for models that leave some out.
 
     A mesh that is not pinned has up to ``max_axes`` axes, at most three, along the levels of the cluster; what is
     proved is proved of these. With three an operator has up to a thousand ways to run, and to bound a mesh takes about
@@ -77,42 +70,22 @@ def search(
     check_gap(gap)
     check_axes(max_axes)
     start = time.monotonic()
-    training = replace(training, tier=pins.tier, update=pins.update, activations=pins.activations or 0)
-    if training.tier != "device":
-        check_offloads(cluster, pins, pipelines)
-    plain = without_micro_batches(cluster, pins, max_axes)
-    if not pipelines and plain and (pins.schedule or pins.virtual_stages):
-        raise PinError("pins 'schedule' and 'virtual_stages' are a pipeline's: pin 'pipeline' too, or search pipelines")
-    if not folding and (pipelines or not plain):
+    if pins.tier != "device":
+        check_offloads(cluster, pins)
+    if not folding and pins.micro_batched:
         raise InputError(
             "folding is off, and pipelines and micro-batches are cut between folded blocks: plan without one"
         )
+    left_out = why_no_pipelines(graph, pins, folding)
+    check_schedule(pins, left_out)
     folded = fold(graph) if folding else fold_off(graph)
-    rules = rules_of(graph, folded)
-    in_parts: tuple[ParallelConfig, ...] = ()
-    if pipelines or not plain:
-        folded = finer(folded, rules, stages_wanted(pins))
-        in_parts = micro_batched(cluster, pins, graph, len(folded.instances), max_axes, pipelines)
-        plain = dividing(plain, graph) if in_parts else plain
-    configs = ParallelConfigs(plain, in_parts)
-    folded = pinned_apart(folded, pins.zero)
-    decision_graph = DecisionGraph(folded, rules)
-    decision_graph.survey()
-    levels = named_by_kind(folded, map(pins.levels, ways_of_kinds(folded, pins.zero)))
-    cost = CostModel(cluster)
-    if pins.recompute is None:
-        levels = with_levels_between(levels, decision_graph, cost)
-    elif pins.keep:
-        levels = keeping(levels, decision_graph, pins.keep)
-    context = SearchContext(cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap)
+    training = replace(training, tier=pins.tier, update=pins.update, activations=pins.activations or 0)
+    deadline, levels = start + time_limit_s, Levels(())
+    context = SearchContext(
+        CostModel(cluster), training, rules_of(graph, folded), pins, levels, deadline, progress, gap=gap
+    )
     context.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
-    if training.tier != "device":
-        return named(context, search_offload(context, decision_graph, configs))
-    first = context
-    if not in_parts and pins.recompute is None:
-        first = replace(first, deadline=start + FIRST * time_limit_s)
-    found = memory_feasible(first, decision_graph, configs)
-    return named(context, using_headroom(context, decision_graph, configs, found))
+    return search_homes(context, graph, partial(search_split, folded=folded, max_axes=max_axes, left_out=left_out))
 
 
 def check_time_limit(seconds: float) -> None:

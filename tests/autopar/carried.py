@@ -377,6 +377,16 @@ def goes_on_micro_batched(document: dict[str, Any]) -> None:
     assert offload.transfers.arena.high_water_bytes <= offload.transfers.arena.budget_bytes
 
 
+def goes_by_itself(cluster: dict[str, Any]) -> None:
+    """Nothing says that model data should be at home on the host."""
+    model, batch = model_of("mlp")
+    pmodel = autopar.parallelize(copy.deepcopy(model), ClusterSpec.from_dict(cluster), example_kwargs=batch)
+    assert pmodel.offload is not None
+    for each in (model, pmodel):
+        loss_of(each, batch).backward()
+    same_gradients(pmodel, model)
+
+
 def refuses_what_does_not_fit(document: dict[str, Any]) -> None:
     model, batch = model_of("mlp")
     plan = Plan.from_dict(document)

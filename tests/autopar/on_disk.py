@@ -25,7 +25,9 @@ from tests.autopar.carried import adamw_of_both, another, loss_of, model_of, sam
 def plan_of(ranks: int, disk: str | None = "1 GB", **pin: object) -> Plan:
     model, batch = model_of("mlp")
     cluster = ClusterSpec.local(ranks, "1 GiB", cores=2, host_memory_bytes="1 GiB", disk_bytes=disk)
-    return autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "disk", **pin})
+    return autopar.plan(
+        model, cluster, example_kwargs=batch, pin={"offload": "disk", "pipeline": 1, "micro_batches": 1, **pin}
+    )
 
 
 def parallel(model: nn.Module, plan: Plan, path: str | None) -> ParallelModule:

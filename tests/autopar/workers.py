@@ -934,7 +934,6 @@ def refuses_what_differs_between_ranks() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"cluster": cluster_of(4)}, r"different clusters: .* of 2 devices .* of 4 devices"),
         ({"pin": {"tensor": 2}}, r'different pins: rank 0 has \{\}, rank 1 has \{"tensor": 2\}; ranks \[1\]'),
-        ({"pipelines": True}, r"different pipelines flags: rank 0 has False, rank 1 has True"),
         ({"seed": 1}, r"different seeds: rank 0 has 0, rank 1 has 1"),
         ({"example_kwargs": narrow}, r"different example inputs: rank 0 has x float64 8x16.*rank 1 has x float64 4x16"),
         ({"model": mlp(0.5).double()}, r"different models: rank 0 has Mlp .*fingerprint .*rank 1 has Mlp"),

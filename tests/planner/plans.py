@@ -20,6 +20,8 @@ from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, Search, describe
 from planner.search.search import search
 
+WHOLE = {"pipeline": 1, "micro_batches": 1}
+"""Pins that leave one forward and one backward, for what is not about pipelines and micro-batches."""
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -104,12 +106,19 @@ def named(folded: Folded, levels: Sequence[Level] = LEVELS, alone: Sequence[Leve
     return named_by_kind(folded, [(levels, alone)] * len(folded.kinds))
 
 
+def whole(pin: Mapping[str, Any] | None = None) -> Pins:
+    """Pins, with :data:`WHOLE` unless they say something of pipelines or micro-batches, and model data on the device
+    unless they say where.
+    """
+    pin = pin or {}
+    return Pins.parse({"offload": "none", **({} if {*WHOLE} & pin.keys() else WHOLE), **pin})
+
+
 def plan_of(graph: Graph, spec: ClusterSpec | None = None, pin: Mapping[str, Any] | None = None) -> Plan:
-    """Plan a graph as :func:`autopar.plan` plans a model, with seconds that are always the same."""
-    pins = Pins.parse(pin)
-    found = search(graph, spec or cluster(), pins, Training())
+    """Plan a graph as :func:`autopar.plan` plans a model, with seconds that are always the same; see :func:`whole`."""
+    found = search(graph, spec or cluster(), whole(pin), Training())
     candidates = tuple(candidate.facts() for candidate in found.candidates)
-    return written(found.assignment, found.evaluation.time_s, pins, candidates, found.staged)
+    return written(found.assignment, found.evaluation.time_s, Pins.parse(pin), candidates, found.staged)
 
 
 def written(

@@ -97,7 +97,7 @@ class _NotPlanned(torch.autograd.Function):
             f"backward came to a result of block {ctx.name} from which the plan's loss is not computed, and with pin "
             "'offload' a step goes backward from the loss alone: the output called 'loss', or else the first "
             "differentiable number that the model returns. Return the sum of all that is trained as the loss, or plan "
-            "without pin 'offload'"
+            "with pin 'offload' 'none'"
         )
 
 

@@ -43,7 +43,7 @@ class _LostHandle(SavedHandle):
         """
         raise TransferScheduleError(
             f"backward reads some of {self._name} that autograd saved in {self._during}, but there the transfer "
-            "schedule does not have it on the device: plan without pin 'offload', and report this"
+            "schedule does not have it on the device: plan with pin 'offload' 'none', and report this"
         )
 
 

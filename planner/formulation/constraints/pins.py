@@ -23,7 +23,8 @@ from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 
 BatchNorm = Literal["micro_batch"]
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
-TIERS: Mapping[str, Tier] = {"none": "device", "host": "host", "auto": "either", "disk": "disk"}
+Offload = Literal["none", "host", "auto", "disk"]
+TIERS: Mapping[Offload, Tier] = {"none": "device", "host": "host", "auto": "either", "disk": "disk"}
 
 FREE_AXES = ("all", "outer", "middle", "inner")
 """Axes of the meshes that are tried when no size is pinned."""
@@ -54,7 +55,8 @@ class Pins:
         schedule: the pipeline's, by name; see :mod:`planner.solve.pipeline.schedule`.
         virtual_stages: stages of each rank of the pipeline, for schedules that interleave them.
         offload: where model data is at home: on the ``host``; ``auto``: there, but of some blocks on the device, of as
-            many as makes the step shortest; on ``disk``; ``None``: on the device.
+            many as makes the step shortest; on ``disk``; ``none``: on the device; ``None``: there too, unless nothing
+            fits.
         update: when the host updates model data that is at home there: ``after`` all of backward, or in ``backward``,
             each block as soon as its gradients are complete.
         activations: of how many blocks, the first ones (of each stage), what is saved for backward may leave for where
@@ -72,7 +74,7 @@ class Pins:
     batch_norm: BatchNorm | None = None
     schedule: str | None = None
     virtual_stages: int | None = None
-    offload: str | None = None
+    offload: Offload | None = None
     update: Update = "after"
     activations: Activations | None = None
 
@@ -116,14 +118,7 @@ class Pins:
         if sequence_parallel and all(sizes.get(name, 1) == 1 for name in sharing(WEIGHTS)):
             raise PinError("pin 'sequence_parallel' shards the sequence over the tensor axis: pin 'tensor' above 1 too")
         recompute, keep = _recompute(pin.pop("recompute", None))
-        offload = pin.pop("offload", None)
-        if offload is not None and not (isinstance(offload, str) and offload in TIERS):
-            raise PinError(
-                f"pin 'offload' is {offload!r}; parameters, gradients and optimizer state have their home on the "
-                "device ('none', as if it were left out), on the host ('host'), there but of as many blocks on the "
-                "device as makes the step shortest ('auto'), or in files ('disk')"
-            )
-        offload = None if offload in (None, "none") else str(offload)
+        offload = _offload(pin.pop("offload", None))
         update = _update(pin.pop("update", None), offload)
         activations = _activations(pin.pop("activations", None), offload)
         layers = pin.pop("layers", {})
@@ -156,7 +151,7 @@ class Pins:
 
     @property
     def tier(self) -> Tier:
-        """Where model data is at home."""
+        """Where model data is at home; on the device where that is left to the search, as it begins there."""
         return TIERS[self.offload or "none"]
 
     @property
@@ -230,7 +225,21 @@ def _recompute(value: object) -> tuple[Level | None, tuple[str, ...]]:
     )
 
 
-def _update(value: object, offload: str | None) -> Update:
+def _offload(value: object) -> Offload | None:
+    """Where model data is at home, if that is pinned."""
+    for name in TIERS:
+        if value == name:
+            return name
+    if value is not None:
+        raise PinError(
+            f"pin 'offload' is {value!r}; parameters, gradients and optimizer state have their home on the device "
+            "('none'), on the host ('host'), there but of as many blocks on the device as makes the step shortest "
+            "('auto'), or in files ('disk')"
+        )
+    return None
+
+
+def _update(value: object, offload: Offload | None) -> Update:
     """When the host updates, if anything is at home there."""
     if value in (None, "after"):
         return "after"
@@ -239,7 +248,7 @@ def _update(value: object, offload: str | None) -> Update:
             f"pin 'update' is {value!r}; the host updates parameters 'after' all of backward, or in 'backward', each "
             "block's as soon as their gradients are complete"
         )
-    if offload is None:
+    if offload in (None, "none"):
         raise PinError(
             "pin 'update' is 'backward', in which the host updates what is at home there, and nothing is: pin "
             "'offload' too"
@@ -247,7 +256,7 @@ def _update(value: object, offload: str | None) -> Update:
     return "backward"
 
 
-def _activations(value: object, offload: str | None) -> Activations | None:
+def _activations(value: object, offload: Offload | None) -> Activations | None:
     """Of how many blocks what is saved may leave, if there is anywhere to go."""
     if value is None:
         return None
@@ -260,7 +269,7 @@ def _activations(value: object, offload: str | None) -> Activations | None:
             f"pin 'activations' is {value!r}; it says of how many blocks what is saved for backward may leave the "
             "device: 'all', 'none', or a whole number, of the first blocks"
         )
-    if found and offload is None:
+    if found and offload in (None, "none"):
         raise PinError(
             f"pin 'activations' is {value!r}, but they leave for where model data is at home, and that is the device: "
             "pin 'offload' 'host', 'auto' or 'disk' too"

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Certificate, certify, of_part
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
+from planner.formulation.constraints.pins import Offload, Pins
 from planner.formulation.training import Activations, Training
 from planner.formulation.unsharding import PER_STEP, Unsharding
 from planner.ir.graph import Ref
@@ -48,7 +49,8 @@ class Search:
     or at least), ``gathers`` where that is in ``each`` micro-batch (see :class:`PipelinePlan`), and the ``proof`` of
     the bound, see :class:`planner.search.candidate_bounds.Candidate`. ``unseen`` further ones were not looked at; they
     count in the gap. Meshes of more than ``max_axes`` axes were no candidates. ``time_limit_s`` is what the search
-    could have taken after capture; ``None`` if that is not known.
+    could have taken after capture; ``None`` if that is not known. ``left_out`` says what was not searched, and why,
+    see :mod:`planner.search.left_out`.
     """
 
     status: str
@@ -58,6 +60,7 @@ class Search:
     unseen: int = 0
     max_axes: int = MAX_AXES
     time_limit_s: float | None = None
+    left_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class Document:
         cluster: what it was planned for.
         mesh: the axes, major first; of one stage, where there are several.
         pin: what the user had fixed.
+        offload: where model data is at home, in the words of the pin, whether that was pinned or chosen.
         optimizer_bytes_per_element: of optimizer state, per parameter element, that it was planned with.
         inputs, parameters, buffers: layout of every leaf, one local type per axis, by original name
             (``*`` where the instances of a block share it).
@@ -149,6 +153,7 @@ class Document:
     discards: tuple[str, ...] = ()
     coverage: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    offload: Offload = "none"
     recorded: Account | None = field(default=None, compare=False, repr=False)
     rebinding: Rebinding | None = None
     assignment: Assignment | None = field(default=None, init=False, compare=False, repr=False)
@@ -161,6 +166,11 @@ class Document:
     def sizes(self) -> dict[str, int]:
         """Sizes of the axes by name, pipeline ranks first."""
         return ParallelConfig(1 if self.pipeline is None else self.pipeline.ranks, self.mesh).sizes
+
+    @property
+    def pins(self) -> Pins:
+        """What the user had fixed, and where model data is at home, which may have been chosen."""
+        return replace(Pins.parse(self.pin), offload=self.offload)
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -236,7 +246,7 @@ class Document:
         if self.pipeline is None:
             raise PlanError(
                 "this plan runs without micro-batches, forward once and backward once, so that it has no schedule to "
-                "draw: print(plan) says what its step takes by use and by block; plan with pipelines=True or "
+                "draw: print(plan) says what its step takes by use and by block; plan with "
                 'pin={"micro_batches": 4} for one with micro-batches'
             )
         times, pipeline = self.times, self.pipeline

@@ -18,6 +18,7 @@ from planner.base.errors import ClusterError, PlanError
 from planner.base.json_schema import Misread, Readers, fields_of, read, read_fields
 from planner.base.units import nearest
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import TIERS, Offload
 from planner.formulation.decision_names import parse_runs, runs
 from planner.formulation.resharding import Collective, Phase
 from planner.formulation.stage_boundaries import Exchange
@@ -44,6 +45,7 @@ FIELDS = (
         "transfer_schedule",
         "mesh",
         "pin",
+        "offload",
     ),
     *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "discards", "coverage"),
     *("notes", "rebinding", "search", "predicted", "details", "leaves"),
@@ -94,7 +96,7 @@ def encode(document: Document) -> dict[str, Any]:
         **decisions(document),
         **({"notes": list(document.notes)} if document.notes else {}),
         **({"rebinding": asdict(document.rebinding)} if document.rebinding is not None else {}),
-        "search": {**asdict(search), "candidates": list(search.candidates)},
+        "search": _search(search),
         "predicted": _prediction(predicted),
         "details": [
             {"ops": {name: _sparse(op) for name, op in d.ops.items()}, "collectives": _calls(d.collectives)}
@@ -115,6 +117,7 @@ def decisions(document: Document) -> dict[str, Any]:
         ),
         "mesh": [asdict(axis) for axis in document.mesh.axes],
         "pin": dict(document.pin),
+        **({} if document.offload == document.pin.get("offload", "none") else {"offload": document.offload}),
         "inputs": dict(document.inputs),
         "blocks": [
             {
@@ -155,6 +158,12 @@ def decode(data: Any) -> dict[str, Any]:
         if name not in FIELDS:
             raise PlanError(f"a plan has no field {name!r}: remove it; {nearest(str(name), FIELDS)}")
     return _read_document(data)
+
+
+def _search(search: Search) -> dict[str, Any]:
+    """What the search did as JSON; nothing left out is not said."""
+    found = {**asdict(search), "candidates": list(search.candidates)}
+    return {name: value for name, value in found.items() if value or name != "left_out"}
 
 
 def _prediction(predicted: Prediction) -> dict[str, Any]:
@@ -297,6 +306,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         **{name: field(name, partial(read, Mapping[str, str])) for name in layouts},
         "model": field("model", partial(read, Model)),
         "pin": field("pin", partial(read, Mapping[str, Any])),
+        "offload": field("offload", partial(read, Offload)) if "offload" in data else _pinned_offload(pin),
         "coverage": field("coverage", partial(read, Mapping[str, int])),
         "cluster": field("cluster", ClusterSpec.from_dict),
         "mesh": field("mesh", lambda axes: Mesh(read(tuple[Axis, ...], axes))),
@@ -317,6 +327,12 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
             field("leaves", partial(read, Mapping[str, LeafDetail], readers=CALLS)),
         ),
     }
+
+
+def _pinned_offload(pin: object) -> object:
+    """Where model data is at home as pinned; of malformed pins, which are refused later, nothing."""
+    found = pin.get("offload") if isinstance(pin, Mapping) else None
+    return found if isinstance(found, str) and found in TIERS else "none"
 
 
 def _read_candidate(data: Any) -> dict[str, Any]:

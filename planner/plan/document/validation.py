@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 from planner.base.errors import PinError, PlanError
-from planner.formulation.constraints.pins import Pins
 from planner.plan.document.document import Document
 from planner.plan.document.well_formed import check_well_formed
 from planner.search.parallel_config import ParallelConfig, check_pinned
@@ -21,8 +20,9 @@ def check_consistent(plan: Document) -> None:
         PlanError: names both.
     """
     check_well_formed(plan)
-    pinned = plan.pin.get("offload", "none")
-    has = "a" if plan.transfer_schedules else "no"
+    pinned, has = plan.pin.get("offload", plan.offload), "a" if plan.transfer_schedules else "no"
+    if pinned != plan.offload:
+        raise PlanError(f"the plan's pin 'offload' is {pinned!r}, and its 'offload' {plan.offload!r}: {MEND}")
     if (pinned == "none") != (has == "no"):
         raise PlanError(f"the plan's pin 'offload' is {pinned!r}, and it has {has} transfer_schedule: {MEND}")
     early = (moment.on == "host" for table in plan.transfer_schedules for moment in table.trace.moments[:-1])
@@ -55,7 +55,7 @@ def _check_pin(plan: Document, stages: int) -> None:
     if plan.pipeline is not None:
         order = Pipeline(plan.pipeline.schedule, stages, plan.mesh.micro_batches, plan.pipeline.virtual_stages)
     try:
-        check_pinned(Pins.parse(plan.pin), plan.cluster, ParallelConfig(stages, plan.mesh, plan.unsharding), order)
+        check_pinned(plan.pins, plan.cluster, ParallelConfig(stages, plan.mesh, plan.unsharding), order)
     except PinError as error:
         raise PlanError(
             f"the plan does not respect its pin {json.dumps(dict(plan.pin))}: {error}. One of them was edited: restore "

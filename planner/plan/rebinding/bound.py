@@ -38,20 +38,18 @@ class FreshBound:
     took: Mapping[str, float] = field(default_factory=dict)
 
 
-def arithmetic_bound(assignment: Assignment, config: ParallelConfig, pins: Pins, pipelines: bool) -> FreshBound:
+def arithmetic_bound(assignment: Assignment, config: ParallelConfig, pins: Pins) -> FreshBound:
     """The least of all configurations, of which each has the work of all operators to divide.
 
     Args:
         assignment: the decisions, of which the model and the cluster count alone.
         config: theirs, which is one of them.
-        pipelines: whether stages and micro-batches are among them that no pin asks for.
     """
     space = assignment.space
     graph, cluster = space.graph, space.cost.cluster
     configs = {config, *without_micro_batches(cluster, pins, MAX_AXES)}
-    if pipelines or pins.micro_batched:
-        with contextlib.suppress(PinError):  # what is pinned leaves no other
-            configs.update(micro_batched(cluster, pins, graph, len(space.folded.instances), MAX_AXES, pipelines))
+    with contextlib.suppress(PinError):  # what is pinned leaves no other
+        configs.update(micro_batched(cluster, pins, graph, len(space.folded.instances), MAX_AXES))
     arithmetic = Arithmetic(space.decision_graph, space.cost)
     return FreshBound(min(arithmetic.bound_s(each, pins.schedule) for each in configs))
 
@@ -62,19 +60,12 @@ def searched_bound(
     pins: Pins,
     training: Training,
     time_limit_s: float,
-    pipelines: bool,
     progress: Progress | None,
 ) -> FreshBound | None:
-    """That of a search under the same pins; ``None``: it finds nothing that fits, in memory or the pins.
-
-    Args:
-        pipelines: whether it looks at pipelines that no pin asks for.
-    """
+    """That of a search under the same pins; ``None``: it finds nothing that fits, in memory or the pins."""
     start = time.monotonic()
     try:
-        found = search(
-            graph, cluster, pins, training, time_limit_s=time_limit_s, gap=GAP, pipelines=pipelines, progress=progress
-        )
+        found = search(graph, cluster, pins, training, time_limit_s=time_limit_s, gap=GAP, progress=progress)
     except (InfeasibleError, PinError):
         return None
     looked = [each for each in found.candidates if each.proof != "arithmetic" or each.status != "not tried"]

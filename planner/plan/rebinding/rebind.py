@@ -84,11 +84,12 @@ def rebind(
         InfeasibleError: the step does not fit in memory, whatever it recomputes, in whatever micro-batches.
     """
     start = time.monotonic()
-    made = _first_that_fits(plan, graph, cluster)
+    pinned = _with_home(plan)
+    made = _first_that_fits(pinned, graph, cluster)
     if progress is not None:
         progress(f"rebound to {made.configuration.config}")
     rebound = _described(plan, model, made, {**(seconds or {}), "rebind": time.monotonic() - start})
-    fresh = _bound(plan, rebound, made, time_limit_s, progress)
+    fresh = _bound(plan, made, time_limit_s, progress)
     least_s = rebound.objective_s
     gap = max(0.0, 1 - fresh.seconds / least_s) if least_s else 0.0
     search = replace(
@@ -105,6 +106,13 @@ def rebind(
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
+
+
+def _with_home(plan: Plan) -> Plan:
+    """The plan with the home of its model data pinned, which a search may have chosen."""
+    if plan.offload == plan.pin.get("offload", "none"):
+        return plan
+    return replace(plan, pin={**plan.pin, "offload": plan.offload}, decided=plan.assignment)
 
 
 def _first_that_fits(plan: Plan, graph: Graph, cluster: ClusterSpec) -> _Made:
@@ -228,11 +236,11 @@ def _source(plan: Plan) -> str:
 # ---- beside a fresh search -------------------------------------------------------------------------------------------
 
 
-def _bound(plan: Plan, rebound: Plan, made: _Made, time_limit_s: float, progress: Progress | None) -> FreshBound:
+def _bound(plan: Plan, made: _Made, time_limit_s: float, progress: Progress | None) -> FreshBound:
     """What no plan under the same pins can beat."""
-    pins, space, pipelines = Pins.parse(made.pin), made.space, plan.pipeline is not None
+    pins, space = Pins.parse(made.pin), made.space
     found = None
     if time_limit_s > 0:
         training = Training(plan.optimizer_bytes_per_element, discards=space.training.discards)
-        found = searched_bound(space.graph, space.cost.cluster, pins, training, time_limit_s, pipelines, progress)
-    return found or arithmetic_bound(made.fitted.assignment, made.configuration.config, pins, pipelines)
+        found = searched_bound(space.graph, space.cost.cluster, pins, training, time_limit_s, progress)
+    return found or arithmetic_bound(made.fitted.assignment, made.configuration.config, pins)

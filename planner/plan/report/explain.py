@@ -340,7 +340,7 @@ def _explain_leaf(document: Document, name: str) -> ExplainedLeaf:
     leaf = document.account.leaves.get(name)
     home = None
     if any(table.trace.items for table in document.transfer_schedules) and name in document.parameters:
-        home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
+        home = "on disk" if document.offload == "disk" else "on the host"
         if "stays" in document.predicted.memory_bytes:
             home += ", or staying there"
     return ExplainedLeaf(name, _leaves(document)[name], leaf, tuple(readers), tuple(uses), home=home)

@@ -177,7 +177,7 @@ def _recomputed(pipeline: PipelinePlan | None, document: Document) -> dict[str, 
 def _offloads(document: Document) -> Iterator[str]:
     if not document.transfer_schedules:
         return
-    home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
+    home = "on disk" if document.offload == "disk" else "on the host"
     early = any(moment.on == "host" for table in document.transfer_schedules for moment in table.trace.moments[:-1])
     yield f"keeps model data {home} and updates it there" + " during backward" * early
 

@@ -273,7 +273,7 @@ def offloads(document: Document) -> str:
     moved = [(way, size) for table in tables for (_, way), size in table.bytes_moved.items()]
     sizes = {way: sum(size for each, size in moved if each == way) for way in ("fetch", "evict")}
     chunks = [item.bytes for table in tables for item in table.trace.items if item.name.startswith("parameters ")]
-    home = "on disk" if document.pin.get("offload") == "disk" else "on the host"
+    home = "on disk" if document.offload == "disk" else "on the host"
     count = sum(moment.on == "host" for table in tables for moment in table.trace.moments[:-1])
     early = f", and updates {count} of them in backward" if count else ""
     saved = sum(item.name.startswith(SAVED) for table in tables for item in table.trace.items)

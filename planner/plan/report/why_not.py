@@ -23,7 +23,6 @@ from planner.formulation.certificate import Decided
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import called, state_of
 from planner.formulation.variables import Variable
-from planner.ir.layout import MICRO
 from planner.plan.document.document import WITHOUT_GRAPH, Document
 from planner.search.branch_and_bound import Searched
 from planner.search.candidate_bounds import PROVED
@@ -68,7 +67,7 @@ class WhyNot:
             and not every block is on it.
         proven: whether both plans are proven to be the best.
         pinned: what the plan was pinned to that the recipe does not pin alike, but for sizes of axes that agree.
-        looked: whether the plan's search looked at micro-batched steps; or that plan takes one micro-batch.
+        left_out: why the plan's search did not look at such a step, where it is a micro-batched one.
         conflict: why there is none.
     """
 
@@ -83,7 +82,7 @@ class WhyNot:
     blocks: tuple[BlockDifference, ...] = ()
     proven: bool = True
     pinned: Mapping[str, Any] = field(default_factory=dict)
-    looked: bool = True
+    left_out: str = ""
     conflict: Conflict | None = None
 
     def __str__(self) -> str:
@@ -129,8 +128,8 @@ class WhyNot:
         """Why the plan's search did not come to what is faster, and what would."""
         if self.pinned:
             return f"the plan was pinned to {self._pins()}, and this recipe is not. Plan again with this pin instead"
-        if not self.looked:
-            return "the plan's search did not look at pipelines and micro-batches. Plan again with pipelines=True"
+        if self.left_out:
+            return f"the plan's search left out {self.left_out}. Plan again with this pin"
         return "the plan's search did not find it. Plan again with this pin, or for longer"
 
 
@@ -170,7 +169,7 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
     found = recipe.search((*recipe.pin, MEMORY))
     if not isinstance(found, Searched):
         return WhyNot(pin, *facts, conflict=conflict_of(recipe))
-    space, staged = found.assignment.space, found.staged
+    staged = found.staged
     if staged is not None:
         time_s, memory_bytes = staged.time_s, staged.memory_bytes
         blocks: tuple[BlockDifference, ...] = ()
@@ -189,7 +188,7 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
         blocks=blocks,
         proven=found.status == "optimal" and plan.search.status == "optimal",
         pinned=_pinned_otherwise(plan.pin, Pins.parse(pinned).to_dict(), found.best.config.sizes),
-        looked=not space.micro_batched or plan.assignment.space.micro_batched or _saw_micro_batches(plan),
+        left_out=plan.search.left_out if staged is not None else "",
     )
 
 
@@ -197,11 +196,6 @@ def _pinned_otherwise(pin: Mapping[str, Any], recipe: Mapping[str, Any], sizes: 
     """Pins of the plan that the recipe does not repeat, but for axes that have the pinned size all the same."""
     found = {name: value for name, value in pin.items() if value is not None and recipe.get(name) != value}
     return {name: value for name, value in found.items() if name not in sizes or sizes[name] != value}
-
-
-def _saw_micro_batches(plan: Document) -> bool:
-    """Whether any candidate of the plan's search has stages or micro-batches."""
-    return any(set(each["mesh"]) & {"pipeline", MICRO} for each in plan.search.candidates)
 
 
 # ---- what differs ----------------------------------------------------------------------------------------------------

@@ -108,14 +108,14 @@ def test_the_page_on_offload_shows_todays_updates_in_backward(offloaded: Callabl
 
 def test_the_figures_on_the_page_on_offload_are_todays(offloaded: Callable[..., Plan]) -> None:
     with pytest.raises(InfeasibleError) as caught:
-        offloaded()
+        offloaded(offload="none")
     leanest = re.search(r"the minimum-memory plan found \(.*?\) needs [\d,]+ bytes \(([\d.]+) MiB\)", str(caught.value))
     plan = offloaded(offload="host")
     once = 4 * int(plan.model["parameters"])
     fetched = sum(size for (_, way), size in plan.transfer_schedule.bytes_moved.items() if way == "fetch")
     text = " ".join(OFFLOAD.read_text(encoding="utf-8").split())
     assert (
-        f"This model's data alone are {4 * once / 2**20:.0f} MiB; without the pin the error says that the "
-        f"minimum-memory plan found needs {float(leanest[1]):.0f} MiB."
+        f'This model\'s data alone are {4 * once / 2**20:.0f} MiB; with `{{"offload": "none"}}` the error '
+        f"says that the minimum-memory plan found needs {float(leanest[1]):.0f} MiB."
     ) in text
     assert f"in the example {in_bytes(fetched)} come instead of {once / 2**20:.1f}." in text

@@ -186,7 +186,6 @@ def test_more_positions_than_a_table_has():
         ({"gap": "0.1 %"}, InputError, "gap is '0.1 %'; give the part"),
         ({"gap": 1.0}, InputError, "below 1"),
         ({"optimizer_bytes_per_element": -8}, InputError, "at least 0"),
-        ({"pipelines": "yes"}, InputError, "pipelines is 'yes'; give True"),
         ({"progress": 3}, InputError, "progress is 3; give a function"),
         ({"model": nn.DataParallel(Scaled())}, InputError, r"wrapped in DataParallel.*give model\.module"),
         ({"model": torch.compile(Scaled())}, InputError, r"wrapped in OptimizedModule.*give model\._orig_mod"),

@@ -45,7 +45,7 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("gpt2", {"data": 4}, 4),
     ("gpt2", {"data": 2, "zero": 3}, 2),
     ("gpt2", {"data": 2, "zero": BY_MODULE}, 2),
-    ("gpt2", {"zero": {"transformer.h.0.*": 0, "transformer.h.1.*": 3}, "recompute": "none"}, 2),
+    ("gpt2", {"zero": {"transformer.h.0.*": 0, "transformer.h.1.*": 3}, "recompute": "none", "pipeline": 1}, 2),
     ("gpt2", {"data": 2, "zero": BY_MODULE, "offload": "host"}, 2),
     ("gpt2", {"tensor": 4}, 4),
     ("gpt2", {"tensor": 2, "sequence_parallel": True}, 2),

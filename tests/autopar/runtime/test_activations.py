@@ -123,7 +123,7 @@ def test_dropout_and_autocast_compute_the_same_bits(
 
 def test_a_device_that_holds_a_block_s_trains(pool: LocalProcesses) -> None:
     """One that is too small for all that is saved, and nothing is recomputed."""
-    pin = {"recompute": "none", "data": 2, "zero": 3}
+    pin = {"recompute": "none", "data": 2, "zero": 3, "micro_batches": 1}
     least = tight(carried.plan_of("functional-gpt", {**pin, "activations": "all"}, 2)).transfer_schedule
     memory = int(least.budget_bytes / 0.9) + 1
     with pytest.raises(InfeasibleError, match="largest working set"):

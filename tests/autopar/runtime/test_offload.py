@@ -20,6 +20,7 @@ from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.offload.chunk_memory import Arena, CopyEngine, Gradients, Homes, Parameters, Sums
 from planner.base.errors import DiskError, TransferScheduleError
 from planner.cost.cluster import ClusterSpec
+from planner.plan.plan import Plan
 from planner.solve.transfers import fewest_bytes
 from planner.solve.transfers.table import ACTIONS
 from tests.autopar import beside_the_loss, carried, drawn, on_disk, updated
@@ -173,6 +174,18 @@ def test_micro_batches_add_up_the_same_bits(pool: LocalProcesses) -> None:
     tight = fewest_bytes(moving.transfer_schedule.trace, max(moving.transfer_schedule.trace.needed_bytes))
     documents = replace(moving, transfer_schedules=(tight,)).to_dict(), plain.to_dict()
     pool.run(carried.adds_up_as_without, "gpt2", *documents, ranks=1)
+
+
+def test_what_goes_to_the_host_by_itself_trains_as_the_original(pool: LocalProcesses) -> None:
+    """Nothing is pinned, and nothing fits on the device; by a plan from a file, and by one of its own."""
+    model, batch = carried.model_of("mlp")
+    needed = max(carried.plan_of("mlp", {}, 1).transfer_schedule.trace.needed_bytes)
+    cluster = ClusterSpec.local(1, memory_bytes=int(1.3 * needed / 0.9), cores=2, host_memory_bytes="1 GiB")
+    plan = autopar.plan(model, cluster, example_kwargs=batch)
+    assert plan.offload == "auto" and not plan.pin
+    assert autopar.evaluate(model, Plan.from_dict(plan.to_dict()), example_kwargs=batch).predicted == plan.predicted
+    pool.run(carried.trains_as_planned, "mlp", plan.to_dict(), ranks=1)
+    pool.run(carried.goes_by_itself, cluster.to_dict(), ranks=1)
 
 
 def test_models_that_do_not_train_are_carried_too(pool: LocalProcesses) -> None:

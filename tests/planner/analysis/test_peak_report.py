@@ -10,13 +10,12 @@ import pytest
 from planner.analysis.memory.storages import PeakReport
 from planner.analysis.pipeline.peak_report import NEXT, SECOND, peak_micro_batched
 from planner.base.errors import PlanError
-from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import called
 from planner.formulation.training import Training
 from planner.ir.graph import Graph, Node, Ref
 from planner.plan.plan import Plan
 from planner.search.search import search
-from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
+from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped, whole
 
 GRAPH = residual_mlp(layers=6, batch=64)
 PINS: tuple[dict[str, Any], ...] = (
@@ -35,7 +34,7 @@ PINS: tuple[dict[str, Any], ...] = (
 
 def fullest_of(graph: Graph, pin: dict[str, Any], memory: str = "1 GiB") -> PeakReport:
     """Of the plan that the search finds; what is alive is checked to add up."""
-    found = search(graph, cluster(4, memory), Pins.parse(pin), Training())
+    found = search(graph, cluster(4, memory), whole(pin), Training())
     fullest = peak_micro_batched(found.assignment, found.staged)
     assert fullest.bytes == sum(held.all_bytes for held in fullest.alive) == found.staged.peak_bytes
     assert fullest.by_use() == found.staged.memory_bytes
@@ -127,7 +126,7 @@ def test_gathered_once_are_parameters_and_gradients_in_all_versions() -> None:
 def test_what_the_next_block_of_a_stage_gathers_is_on_its_way(recompute: str) -> None:
     """Whole, and this rank's parts behind one another: to the layer after, or to the one before that gathers again."""
     pin = {"pipeline": 2, "micro_batches": 8, "data": 2, "zero": 3, "schedule": "1f1b", "recompute": recompute}
-    found = search(GRAPH, cluster(4), Pins.parse(pin), Training())
+    found = search(GRAPH, cluster(4), whole(pin), Training())
     (_, high, _), paths = found.staged.cut.bounds, [each.block.path for each in found.assignment.space.folded.instances]
     assert paths[:high] == ["stem", "layers.0", "layers.1", "layers.2"]
     layer_bytes = 4 * (2 * 256 * 1024 + 256 + 1024) * 3 // 2
@@ -138,7 +137,7 @@ def test_what_the_next_block_of_a_stage_gathers_is_on_its_way(recompute: str) ->
     alive = {held.name: held for held in fullest_of(GRAPH, pin).alive}
     assert alive["gathered layers.1.up.weight on its way"].bytes == 4 * 256 * 1024 * 3 // 2
     assert sum(held.bytes for name, held in alive.items() if name.endswith("on its way")) == layer_bytes
-    once = search(GRAPH, cluster(4), Pins.parse({**pin, "zero": 2}), Training())
+    once = search(GRAPH, cluster(4), whole({**pin, "zero": 2}), Training())
     assert once.staged is not None and not any(each.bytes for each in once.staged.alive.coming)
 
 
@@ -209,7 +208,7 @@ def test_gradients_as_they_are_stored_come_when_those_of_a_block_are_sent() -> N
 
 def test_every_rank_is_given_all_inputs() -> None:
     """Also those that only blocks of another rank read."""
-    found = search(GRAPH, cluster(4), Pins.parse({"pipeline": 2, "micro_batches": 8, "tensor": 2}), Training())
+    found = search(GRAPH, cluster(4), whole({"pipeline": 2, "micro_batches": 8, "tensor": 2}), Training())
     alive, (x,) = found.staged.alive, (leaf for leaf in GRAPH.leaves if leaf.op == "input")
     assert [alive.given_bytes(rank) for rank in range(2)] == [0, x.results[0].size_bytes]
     own = sum(link.block.held_bytes for link in alive.links)

@@ -48,7 +48,7 @@ def skipping() -> Graph:
 
 
 def searched(graph: Graph, pin: dict[str, Any], ranks: int) -> tuple[Searched, Staged]:
-    found = search(graph, cluster(ranks), Pins.parse(pin), Training(), pipelines=True)
+    found = search(graph, cluster(ranks), Pins.parse(pin), Training())
     assert found.staged is not None
     return found, found.staged
 

@@ -20,7 +20,7 @@ from planner.formulation.training import Training
 from planner.formulation.unsharding import PER_MICRO_BATCH
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, refold, restore
-from tests.planner.plans import cluster, plan_of, residual_mlp, unwrapped
+from tests.planner.plans import WHOLE, cluster, plan_of, residual_mlp, unwrapped
 
 GRAPH = residual_mlp(layers=4, width=64, batch=48)
 STEM, UP, DOWN, HEAD = ([f"{path}.weight", f"{path}.bias"] for path in ("stem", "layers.*.up", "layers.*.down", "head"))
@@ -88,7 +88,9 @@ def test_the_report_says_where_there_is_nothing_to_store_on(devices: int, pin: d
     assert told in unwrapped(plan) and told in unescape(plan.to_html())
 
 
-@pytest.mark.parametrize("micro_batches", [{}, {"micro_batches": 2}, {"micro_batches": 2, "pipeline": 2}], ids=str)
+@pytest.mark.parametrize(
+    "micro_batches", [{}, {"micro_batches": 2, "pipeline": 1}, {"micro_batches": 2, "pipeline": 2}], ids=str
+)
 @pytest.mark.parametrize("way", [0, 1, 2, 3])
 def test_one_way_for_all_is_the_same_however_it_is_written(way: int, micro_batches: dict[str, int]) -> None:
     plans = [
@@ -110,8 +112,9 @@ def test_what_matches_nothing_is_left_to_the_search() -> None:
     assert {UP[0], DOWN[0]} <= sharded(tight) <= {*ALL} - {*HEAD}
 
 
-@pytest.mark.parametrize("micro_batches", [{}, {"micro_batches": 2}, {"micro_batches": 2, "pipeline": 2}], ids=str)
-def test_equal_blocks_may_be_pinned_apart(micro_batches: dict[str, int]) -> None:
+@pytest.mark.parametrize("stages", [0, 1, 2])
+def test_equal_blocks_may_be_pinned_apart(stages: int) -> None:
+    micro_batches = {"micro_batches": 2, "pipeline": stages} if stages else {}
     plan = plan_of(GRAPH, pin={"zero": {"layers.0.*": 0, "layers.1.*": 0, "layers.*": 3, "*": 0}, **micro_batches})
     assert sharded(plan) == {f"{name} #2" for name in (*UP, *DOWN)}
     assert [plan.account.leaves[name].stands_for for name in (UP[0], f"{UP[0]} #2")] == ["0-1", "2-3"]
@@ -225,11 +228,11 @@ def test_why_not_says_that_globs_of_the_plan_are_left_out() -> None:
     """A recipe stands by itself: of a mapping, too, the globs that it does not have are free."""
     plan = plan_of(GRAPH, pin={"zero": {"head": 2, "layers.*": 1, "*": 0}})
     assert str(plan.why_not({"zero": {"head": 2, "layers.*": 1, "*": 0}})).count("stands by itself") == 0
-    answer = plan.why_not({"zero": {"head": 2, "layers.*": 1, "*": 3}})
+    answer = plan.why_not({"zero": {"head": 2, "layers.*": 1, "*": 3}, **WHOLE})
     pinned = {"head": 2, "layers.*": 1, "*": 0}
     assert answer.pinned == {"zero": pinned} and answer.extra_s > 0
     assert f"it stands by itself: what it does not pin is free, the plan's zero = {pinned} too" in str(answer)
-    freer = plan.why_not({"zero": {"head": 2}})
+    freer = plan.why_not({"zero": {"head": 2}, **WHOLE})
     assert freer.pinned == {"zero": pinned} and freer.extra_s < 0
     assert f"it is faster: the plan was pinned to zero = {pinned}, and this recipe is not" in str(freer)
 

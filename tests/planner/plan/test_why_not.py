@@ -8,11 +8,14 @@ from dataclasses import replace
 import pytest
 
 from planner.base.errors import InfeasibleError, InputError, PinError, PlanError
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.plan.plan import Plan
 from planner.plan.report.why_not import WhyNot
 from planner.search.branch_and_bound import Searched
 from planner.search.conflict import Recipe
-from tests.planner.plans import cluster, plan_of, residual_mlp
+from planner.search.search import search
+from tests.planner.plans import WHOLE, cluster, plan_of, residual_mlp
 
 GRAPH = residual_mlp()
 
@@ -32,11 +35,12 @@ def tight() -> Plan:
 def test_recipes_have_the_axes_of_the_plan() -> None:
     """A plan of one axis is compared with recipes of one axis: what two axes gain is not the recipe's."""
     for axes, count in ((1, 1), (2, 2)):
-        found = Recipe(plan().assignment, plan().cluster, {"recompute": "none"}, 60.0, axes).search(["recompute"])
+        recipe = {"recompute": "none", **WHOLE}
+        found = Recipe(plan().assignment, plan().cluster, recipe, 60.0, axes).search(recipe)
         assert isinstance(found, Searched) and len(found.candidates) == count
 
 
-@pytest.mark.parametrize("pin", [{"tensor": 4}, {"data": 4}, {"data": 2, "tensor": 2}, {"zero": 3}])
+@pytest.mark.parametrize("pin", [{"tensor": 4}, {"data": 4}, {"data": 2, "tensor": 2}, {"zero": 3, **WHOLE}])
 def test_a_recipe_costs_what_planning_it_says_and_its_blocks_add_up(pin):
     answer, pinned = plan().why_not(pin), plan_of(GRAPH, pin=pin)
     assert plan().predicted.step_time_s + answer.extra_s == pytest.approx(pinned.predicted.step_time_s)
@@ -60,7 +64,7 @@ def test_the_best_recipe_costs_nothing():
         ({"tensor": 4}, {"data": 4, "zero": 0}),
         ({"tensor": 4, "zero": 0}, {"data": 4}),
         ({"data": 4, "zero": 3}, {"zero": 0}),
-        ({"zero": 0}, {}),  # alone it puts all devices on the data axis, as the plan's pins do
+        ({"zero": 0, **WHOLE}, {}),  # alone it puts all devices on the data axis, as the plan's pins do
     ],
 )
 def test_it_names_the_pins_of_the_plan_that_a_recipe_does_not_share(recipe, otherwise):
@@ -111,14 +115,15 @@ def test_sizes_that_do_not_multiply_are_to_blame_together():
 
 def test_without_one_of_its_sizes_a_recipe_has_another_mesh_and_is_no_freer():
     """``data = 2`` alone is impossible, and ``zero = 0`` alone puts all on it: neither is to blame where both plan."""
-    recipe = {"tensor": 2, "data": 2, "zero": 0, "recompute": "none"}
+    recipe = {"tensor": 2, "data": 2, "zero": 0, "recompute": "none", **WHOLE}
     graph, room = residual_mlp(batch=2048), cluster(4, 25 * 2**20 * 10 // 9)
     base = plan_of(graph, room)
     conflict = base.why_not(recipe).conflict
     memory = "25.0 MiB of memory per device"
-    assert conflict.limits == ("pins tensor = 2 and data = 2", "pin zero = 0", "pin recompute = none", memory)
-    assert conflict.relax == (("pin zero = 0",), ("pin recompute = none",), (memory,))
-    for name in ("zero", "recompute"):
+    pins = ("pin zero = 0", "pin recompute = none", "pin micro_batches = 1")
+    assert conflict.limits == ("pins tensor = 2 and data = 2 and pipeline = 1", *pins, memory)
+    assert conflict.relax == tuple((limit,) for limit in (*pins, memory))
+    for name in ("zero", "recompute", "micro_batches"):
         assert plan_of(graph, room, without(recipe, name)).predicted.peak_bytes <= room.device.usable_bytes
     with pytest.raises(InfeasibleError) as refused:
         plan_of(graph, room, recipe)
@@ -151,11 +156,11 @@ def test_memory_and_a_pin_are_to_blame_together_and_the_excess_is_theirs_and_eno
     recipe = {"data": 4, "zero": 0, "recompute": "none"}
     answer = tight().why_not(recipe)
     conflict = answer.conflict
-    zero, memory = conflict.limits
-    assert zero == "pin zero = 0" and memory.endswith("of memory per device")
-    assert conflict.relax == ((memory,), ("pin data = 4", zero), (zero, "pin recompute = none"))
-    for left in ({"recompute": "none"}, {"data": 4}):
-        assert plan_of(GRAPH, tight().cluster, left).predicted.peak_bytes <= tight().cluster.device.usable_bytes
+    data, zero, memory = conflict.limits
+    assert (data, zero) == ("pin data = 4", "pin zero = 0") and memory.endswith("of memory per device")
+    assert conflict.relax == ((data,), (memory,))  # without it stages share parameters that are whole on each
+    stages = search(GRAPH, tight().cluster, Pins.parse(without(recipe, "data")), Training())
+    assert stages.best.config.stages > 1 and stages.peak_bytes <= tight().cluster.device.usable_bytes
     assert f"{conflict.excess_bytes:,} bytes" in conflict.reason and "smallest excess under these" in str(answer)
     assert "it cannot be" in str(answer)
     room = tight().cluster.device.usable_bytes + conflict.excess_bytes
@@ -187,8 +192,7 @@ def test_a_recipe_that_is_faster_is_recommended() -> None:
     answer = WhyNot({"tensor": 4}, 1.0, 100, mesh="tensor 4", extra_s=-0.1, proven=False)
     assert "it is faster: the plan's search did not find it. Plan again with this pin" in str(answer)
     assert "faster" not in str(replace(answer, extra_s=0.1))
-    assert "did not look at pipelines" in str(replace(answer, looked=False))
+    assert "left out pipelines, since none can be" in str(replace(answer, left_out="pipelines, since none can be"))
     excluded = str(replace(answer, pinned={"data": 2, "zero": 0}))
     assert "it is faster: the plan was pinned to data = 2, zero = 0, and this recipe is not" in excluded
     assert "did not find it" not in excluded
-    assert plan().why_not({"tensor": 4}).looked and not plan().why_not({"pipeline": 2}, time_limit_s=5).looked

@@ -50,7 +50,7 @@ def searched(graph: Graph, cluster: ClusterSpec, offload: str | None = None) -> 
     """The best plan of all there are, or why the search says that there is none."""
     try:
         pins = Pins() if offload is None else Pins.parse({"offload": offload})
-        return search(graph, cluster, pins, Training(), pipelines=True)
+        return search(graph, cluster, pins, Training())
     except (InfeasibleError, ClusterError) as error:
         return error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -15,7 +14,7 @@ from planner.formulation.training import Training
 from planner.search.advice import Request, search_or_advise
 from planner.search.branch_and_bound import Searched
 from planner.search.search import search
-from tests.planner.plans import residual_mlp
+from tests.planner.plans import WHOLE, residual_mlp
 
 BATCH = 512
 
@@ -45,31 +44,29 @@ def least(devices: int, pin: dict[str, Any]) -> int:
 
 
 def test_what_one_device_is_advised_fits_when_it_is_planned() -> None:
-    memory, host = least(1, {}) * 9 // 10, 2**30
-    text = refusal(on(1, memory, host), {})
-    micro_batches = re.search(
-        r"cutting the batch into micro-batches \(.*: pin (\{.*?\}) too, or pipelines=True\)", text
-    )
+    memory, host = least(1, WHOLE) * 9 // 10, 2**30
+    text = refusal(on(1, memory, host), {**WHOLE, "offload": "none"})
+    micro_batches = re.search(r"and fits, too: (\d+) micro-batches \(pin 'micro_batches'\)", text)
     batch, devices = re.search(r"a global batch of (\d+);", text), re.search(r"(\d+) devices like these\.$", text)
-    assert planned(on(1, memory), json.loads(micro_batches[1])).staged is not None
-    assert 'pin {"offload": "host"}' in text and planned(on(1, memory, host), {"offload": "host"})
-    assert 0 < int(batch[1]) < BATCH and planned(on(1, memory), {}, int(batch[1]))
+    assert planned(on(1, memory), {"pipeline": 1, "micro_batches": int(micro_batches[1])}).staged is not None
+    assert "leaving out pins 'pipeline', 'micro_batches' (micro" in text and planned(on(1, memory), {})
+    assert "model data on the host (without pin 'offload')" in text and planned(on(1, memory, host), WHOLE)
+    assert 0 < int(batch[1]) < BATCH and planned(on(1, memory), WHOLE, int(batch[1]))
     with pytest.raises(InfeasibleError):
-        planned(on(1, memory), {"recompute": "none"}, BATCH)
-    assert int(devices[1]) == 2 and planned(on(2, memory), {})
-    assert "leaving out pins" not in text
+        planned(on(1, memory), {"recompute": "none", **WHOLE}, BATCH)
+    assert int(devices[1]) == 2 and planned(on(2, memory), WHOLE)
 
 
 def test_more_devices_are_not_advised_where_each_holds_all_parameters() -> None:
     memory = 1_200_000  # parameters, gradients and optimizer state take 1.2 MB
-    text = refusal(on(4, memory), {"zero": 0})
-    assert "devices like these" not in text and "a global batch" not in text
+    pin = {"zero": 0, **WHOLE}
+    text = refusal(on(4, memory), pin)
+    assert "devices like these" not in text and "a global batch" not in text and "cro-batches (pin" not in text
     for devices in (8, 16, 32):
         with pytest.raises(InfeasibleError):
-            planned(on(devices, memory), {"zero": 0})
-    assert re.search(r"leaving out pins 'zero' \(\w+ \d", text) and planned(on(4, memory), {})
-    micro_batches = re.search(r"cutting the batch into micro-batches \(pipeline .*: pin (\{.*?\}) too", text)
-    assert micro_batches is not None and planned(on(4, memory), {"zero": 0, **json.loads(micro_batches[1])})
+            planned(on(devices, memory), pin)
+    assert re.search(r"leaving out pins 'zero', 'pipeline', 'micro_batches' \(\w+ \d", text)
+    assert planned(on(4, memory), {}) and planned(on(4, memory), {"zero": 0}).best.config.stages > 1
 
 
 @pytest.mark.parametrize(
@@ -77,6 +74,7 @@ def test_more_devices_are_not_advised_where_each_holds_all_parameters() -> None:
 )
 def test_every_pin_that_was_left_out_is_named(pin: dict[str, Any]) -> None:
     """One of size 1 too: without it there are axes that shard."""
+    pin = {**pin, **WHOLE}
     found = re.search(r"leaving out pins (.*?) \(", refusal(on(4, 1_200_000), pin))
     assert found is not None and set(found[1].split(", ")) == set(map(repr, pin))
     assert planned(on(4, 1_200_000), {})
@@ -92,14 +90,14 @@ def test_more_micro_batches_than_are_pinned_are_advised() -> None:
         planned(on(2, memory), pin)
 
 
-def test_micro_batches_are_not_advised_where_the_model_cannot_be_run_so() -> None:
-    memory = least(1, {}) * 9 // 10
-    assert "into micro-batches" in refusal(on(1, memory), {})
-    assert "into micro-batches" not in refusal(on(1, memory), {}, runs_micro_batched=lambda: False)
-    assert "into micro-batches" not in refusal(on(1, memory), {}, folding=False)
+def test_what_is_left_out_is_said_where_nothing_fits() -> None:
+    memory = least(1, WHOLE) * 9 // 10
+    text = refusal(on(1, memory), {}, folding=False)
+    assert "Not looked at: pipelines and micro-batches, since folding is off" in text
+    assert "micro-batches (pin" not in refusal(on(1, memory), WHOLE, folding=False)
 
 
 def test_no_time_is_spent_on_advice_beyond_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = least(1, {}) * 9 // 10
+    memory = least(1, WHOLE) * 9 // 10
     monkeypatch.setattr("planner.search.advice.ADVICE_S", 0.0)
-    assert "and fits, too" not in refusal(on(1, memory, 2**30), {})
+    assert "and fits, too" not in refusal(on(1, memory, 2**30), {**WHOLE, "offload": "none"})

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 from planner.cost.cluster import ClusterSpec
-from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.plan.plan import Plan, reprice
-from planner.search import search as searching
+from planner.search import split_search as searching
 from planner.search.search import search
 from tests.planner.formulation.test_pins import attention
 from tests.planner.plan.damage import assigned
-from tests.planner.plans import cluster, plan_of, residual_mlp
+from tests.planner.plans import cluster, plan_of, residual_mlp, whole
 
 H100S = ClusterSpec.preset("dgx-h100", nodes=2)
 
@@ -40,9 +39,9 @@ def test_an_axis_is_called_by_what_most_of_its_work_is_sharded_by(case: str) -> 
 def test_names_decide_nothing(pin: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in the search nor after the file was read: no axis shards what its name says unless that was found."""
     graph = residual_mlp()
-    named = search(graph, cluster(4), Pins.parse(pin), Training())
+    named = search(graph, cluster(4), whole(pin), Training())
     monkeypatch.setattr(searching, "named", lambda context, found: found)
-    free = search(graph, cluster(4), Pins.parse(pin), Training())
+    free = search(graph, cluster(4), whole(pin), Training())
     assert {"outer", "inner", "all"} & {*free.best.config.mesh.names}
     assert not {"outer", "inner", "all"} & {*named.best.config.mesh.names}
     assert named.evaluation == free.evaluation and named.best.choices == free.best.choices

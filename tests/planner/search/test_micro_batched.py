@@ -37,14 +37,14 @@ from planner.search.branch_and_bound import Searched
 from planner.search.parallel_config import ParallelConfig, micro_batched
 from planner.search.search import search
 from planner.solve.choices import lower_bounds
-from tests.planner.plans import Build, cluster, plan_of, residual_mlp, unwrapped
+from tests.planner.plans import WHOLE, Build, cluster, plan_of, residual_mlp, unwrapped
 from tests.planner.search.test_optimum import random_cluster, with_memory
 
 GRAPH = residual_mlp(layers=6, batch=64)
 
 
-def searched(spec: ClusterSpec, pin: dict[str, Any] | None = None, pipelines: bool = True) -> Searched:
-    return search(GRAPH, spec, Pins.parse(pin), Training(), pipelines=pipelines)
+def searched(spec: ClusterSpec, pin: dict[str, Any] | None = None) -> Searched:
+    return search(GRAPH, spec, Pins.parse(pin), Training())
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def test_pipelines_are_never_worse_and_bounds_hold() -> None:
     for number in (0, 6, 7):
         rng = random.Random(number)
         spec = random_cluster(rng, (2, 2))
-        plain, both = searched(spec, pipelines=False), searched(spec)
+        plain, both = searched(spec, WHOLE), searched(spec)
         assert both.evaluation.time_s <= plain.evaluation.time_s * (1 + 1e-9)
         assert min(c.bound_s for c in both.candidates) <= both.evaluation.time_s * (1 + 1e-9)
         assert (both.gap > 0) == (both.status == "feasible")
@@ -212,17 +212,17 @@ def test_a_wrong_pin_is_named(pin: dict[str, Any], message: str) -> None:
 def test_stages_whose_data_axis_does_not_divide_the_batch_are_left_out() -> None:
     """12 samples on 8 devices that are all on the data axis: no single stage, but pipelines of 2 and 4."""
     graph, pins = residual_mlp(layers=4, batch=12), Pins.parse({"zero": 0, "recompute": "full"})
-    found = search(graph, cluster(8), pins, Training(), pipelines=True)
+    found = search(graph, cluster(8), pins, Training())
     sizes = {
         tuple(candidate.config.sizes.get(name, 1) for name in ("pipeline", "data")) for candidate in found.candidates
     }
     assert sizes == {(2, 4), (4, 2)} and found.staged is not None
-    pinned = search(graph, cluster(8), replace(pins, micro_batches=6), Training(), pipelines=True)
+    pinned = search(graph, cluster(8), replace(pins, micro_batches=6), Training())
     assert {str(candidate.config) for candidate in pinned.candidates} == {"pipeline 4 x micro 6 x data 2"}
     with pytest.raises(PinError, match=r"'data' is 8 but input 'x' has a batch of 12"):
-        search(graph, cluster(8), pins, Training())
+        search(graph, cluster(8), replace(pins, stages=1, micro_batches=1), Training())
     with pytest.raises(PinError, match=r"leave 8 ranks to 'data', which does not divide .* 12 into 6 of 2"):
-        search(graph, cluster(8), replace(pins, micro_batches=6), Training())
+        search(graph, cluster(8), replace(pins, stages=1, micro_batches=6), Training())
 
 
 @pytest.mark.parametrize("pin", [{"pipeline": 4, "data": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
@@ -315,7 +315,7 @@ def test_2bw_is_planned_by_name_and_says_that_it_changes_training() -> None:
     assert "changes training" not in str(usual)
     assert plan.predicted.time_s["bubble"] < usual.predicted.time_s["bubble"]
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    alone = searched(cluster(8), {"schedule": "2bw"}, pipelines=False)
+    alone = searched(cluster(8), {"schedule": "2bw"})
     assert alone.staged is not None and alone.staged.pipeline.schedule == "2bw"
 
 
@@ -379,8 +379,10 @@ def test_of_many_divisors_of_a_batch_those_that_the_ranks_share_evenly() -> None
 
 
 def test_a_schedule_needs_a_pipeline() -> None:
-    with pytest.raises(PinError, match="pin 'pipeline' too, or search pipelines"):
-        searched(cluster(8), {"schedule": "1f1b"}, pipelines=False)
+    with pytest.raises(PinError, match="are a pipeline's, and pins 'pipeline' and 'micro_batches' are 1"):
+        searched(cluster(8), {"schedule": "1f1b", **WHOLE})
+    with pytest.raises(PinError, match=r"are a pipeline's, and left out are .* since folding is off"):
+        search(GRAPH, cluster(8), Pins.parse({"schedule": "1f1b"}), Training(), folding=False)
 
 
 def test_pinned_virtual_stages_alone_are_interleaved() -> None:

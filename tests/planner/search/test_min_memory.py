@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from planner.analysis.offload.step_timing import largest_working_set
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
-from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
 from planner.search.min_memory import MinMemoryPlan
 from planner.search.search import search
-from tests.planner.plans import residual_mlp
+from tests.planner.plans import residual_mlp, whole
 
 PINS = ({}, {"offload": "host"}, {"offload": "auto", "recompute": "full"}, {"recompute": "none"}, {"zero": 3})
 MICRO_BATCHED = {"pipeline": 2, "micro_batches": 4}
@@ -29,7 +28,7 @@ MICRO_BATCHED = {"pipeline": 2, "micro_batches": 4}
 
 def searched(graph: Graph, memory: int, pin: dict[str, Any], devices: int = 1) -> Searched:
     spec = ClusterSpec.local(devices, memory, cores=2, host_memory_bytes="1 GiB")
-    found = search(graph, spec, Pins.parse(pin), Training())
+    found = search(graph, spec, whole(pin), Training())
     needed = (
         found.evaluation.peak_bytes
         if found.memory is None

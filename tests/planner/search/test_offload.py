@@ -43,7 +43,7 @@ from planner.search import memory_fitting, offload_search
 from planner.search.branch_and_bound import Searched, branch_and_bound
 from planner.search.search import search
 from planner.solve.transfers import ItemUse, fewest_bytes, simulate
-from tests.planner.plans import plan_of, residual_mlp, unwrapped
+from tests.planner.plans import plan_of, residual_mlp, unwrapped, whole
 
 
 def data_bytes(assignment: Assignment) -> int:
@@ -77,11 +77,11 @@ def with_usable(spec: ClusterSpec, usable: int) -> ClusterSpec:
 
 def offload(graph: Graph = GRAPH, spec: ClusterSpec | None = None, **pin: Any) -> Plan:
     """A plan with model data on the host, as :func:`autopar.plan` makes it."""
-    pins = Pins.parse({"offload": "host", **pin})
-    found = search(graph, spec or cluster("2.5 MiB"), pins, Training())
+    pin = {"offload": "host", **pin}
+    found = search(graph, spec or cluster("2.5 MiB"), whole(pin), Training())
     tables, predicted = found.planned_step
     facts, result = model_facts(graph, "ResidualMLP"), Search(found.status, found.gap, {"solve": 0.5})
-    return describe(found.assignment, facts, pins.to_dict(), predicted, result, found.staged, tables)
+    return describe(found.assignment, facts, Pins.parse(pin).to_dict(), predicted, result, found.staged, tables)
 
 
 def frozen(graph: Graph, *names: str) -> Graph:
@@ -533,7 +533,7 @@ def test_a_cluster_that_does_not_say_what_its_host_has_is_refused() -> None:
 def test_questions_about_plans_on_the_device_are_refused(
     plans: Callable[[str], Plan], ask: Callable[[Plan], object], instead: str
 ) -> None:
-    with pytest.raises(PlanError, match=r"keeps model data on the host.*without pin 'offload', or " + instead):
+    with pytest.raises(PlanError, match=r"keeps model data on the host.*with pin 'offload' 'none', or " + instead):
         ask(plans("tight"))
 
 
@@ -661,7 +661,7 @@ def test_the_host_updates_at_the_rate_of_the_state(state_bytes: int, rate: float
             "products": [], "attention": [], "streams": [], "collectives": [], "host_updates": rates,
         }
     )  # fmt: skip
-    pins, training = Pins.parse({"offload": "host"}), Training(state_bytes)
+    pins, training = whole({"offload": "host"}), Training(state_bytes)
     space = search(GRAPH, cluster().calibrated(measured), pins, training).assignment.space
     leaf = next(leaf for leaf in GRAPH.leaves if leaf.op == "param")
     half = replace(leaf, results=(replace(leaf.results[0], dtype="bfloat16"),))

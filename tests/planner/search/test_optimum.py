@@ -10,6 +10,7 @@ import functools
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from planner.search.branch_and_bound import Searched
 from planner.search.remat_selection import with_levels_between
 from planner.search.search import search
 from planner.solve.problem import Problem, evaluate, most_bytes
-from tests.planner.plans import Build, named
+from tests.planner.plans import Build, named, whole
 from tests.planner.search.test_search import by_the_sum_alone, chain
 
 CASES = 200
@@ -165,7 +166,7 @@ def least_peak_and_fastest(tried: list[Problem]) -> tuple[int, int]:
 
 def searched(graph: Graph, spec: ClusterSpec, folding: bool, pins: Pins) -> Searched | None:
     try:
-        return search(graph, spec, pins, Training(), folding=folding)
+        return search(graph, spec, replace(pins, stages=1, micro_batches=1), Training(), folding=folding)
     except InfeasibleError:
         return None
 
@@ -269,7 +270,7 @@ def test_where_everything_fits_recomputing_is_not_looked_at_and_could_not_be_bet
             _, peak = sums(problem)
             assert int(peak.max()) <= most_bytes(problem)
             assert evaluate(problem, (0,) * len(problem.vertices)).peak_bytes <= most_bytes(problem)
-        found = search(graph, with_memory(spec, most), Pins(), Training())
+        found = search(graph, with_memory(spec, most), whole(), Training())
         assert found.status == "optimal" and not found.assignment.recompute, f"seed {seed}"
         assert found.evaluation.time_s == pytest.approx(expected, rel=2e-6), f"seed {seed}"
 

@@ -20,7 +20,7 @@ from planner.search.min_memory import MinMemoryPlan, begun, min_memory_plans
 from planner.search.recipes import by_recipe, freed
 from planner.search.search import search
 from planner.solve.problem import evaluate
-from tests.planner.plans import residual_mlp
+from tests.planner.plans import residual_mlp, whole
 
 
 def looked(monkeypatch: pytest.MonkeyPatch, devices: int, pin: dict[str, object]) -> tuple[SearchContext, list[Branch]]:
@@ -33,7 +33,7 @@ def looked(monkeypatch: pytest.MonkeyPatch, devices: int, pin: dict[str, object]
 
     monkeypatch.setattr("planner.search.memory_fitting.min_memory_plans", watched)
     with pytest.raises(InfeasibleError):
-        search(residual_mlp(layers=1, width=8, batch=8), ClusterSpec.local(devices, 1, 2), Pins.parse(pin), Training())
+        search(residual_mlp(layers=1, width=8, batch=8), ClusterSpec.local(devices, 1, 2), whole(pin), Training())
     return seen[0]
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
-from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
@@ -18,7 +17,7 @@ from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
 from planner.search.remat_selection import MOST, WORTH, corners, with_levels_between
 from planner.search.search import search
-from tests.planner.plans import Build, cluster, named
+from tests.planner.plans import Build, cluster, named, whole
 
 BATCH, WIDTH, WIDE = 512, 64, 256
 
@@ -111,7 +110,7 @@ def test_every_kind_goes_its_own_way_and_what_is_cheap_for_its_bytes_goes_first(
 
 
 def searched(spec: ClusterSpec) -> Searched:
-    return search(bottlenecks(), spec, Pins.parse({"data": 2, "zero": 0}), Training())
+    return search(bottlenecks(), spec, whole({"data": 2, "zero": 0}), Training())
 
 
 def test_keeping_some_results_is_faster_than_keeping_all_dear_ones_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +118,7 @@ def test_keeping_some_results_is_faster_than_keeping_all_dear_ones_or_none(monke
     spec = priced()
     roomy = searched(spec)
     assert not roomy.assignment.recompute
-    leanest = search(bottlenecks(), spec, Pins.parse({"data": 2, "zero": 0, "recompute": "full"}), Training())
+    leanest = search(bottlenecks(), spec, whole({"data": 2, "zero": 0, "recompute": "full"}), Training())
     least, most = leanest.memory.peak_bytes, roomy.memory.peak_bytes
     faster = []
     for share in (0.2, 0.4):
@@ -129,7 +128,7 @@ def test_keeping_some_results_is_faster_than_keeping_all_dear_ones_or_none(monke
         tight = spec.model_copy(update={"device": device})
         found = searched(tight)
         with monkeypatch.context() as patch:
-            patch.setattr("planner.search.search.with_levels_between", lambda levels, *_: levels)
+            patch.setattr("planner.search.split_search.with_levels_between", lambda levels, *_: levels)
             plain = searched(tight)
         assert found.status == plain.status == "optimal"
         levels = {level for each in found.assignment.recompute.amounts for level, _ in each.levels}

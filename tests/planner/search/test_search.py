@@ -22,7 +22,6 @@ from planner.base.errors import ClusterError, InfeasibleError, InputError
 from planner.cost.cluster import ClusterSpec, Device, Level, PeakFlops
 from planner.cost.model import CostModel
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
-from planner.formulation.constraints.pins import Pins
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
@@ -32,7 +31,7 @@ from planner.ir.layout import Mesh
 from planner.search.search import search
 from planner.solve.choices import solve
 from planner.solve.problem import Problem, evaluate
-from tests.planner.plans import Build, residual_mlp
+from tests.planner.plans import Build, residual_mlp, whole
 from tests.planner.plans import cluster as local
 
 
@@ -92,7 +91,7 @@ rates = st.fixed_dictionaries(
 def test_equal_layers_may_alternate():
     """Column, then row, then column: better than any one decision for all layers, and folded again by twos."""
     graph = chain(6, width=1024, batch=64)
-    found = search(graph, cluster(2, flops=1e10, bandwidth=1e9), Pins.parse({"tensor": 2}), Training())
+    found = search(graph, cluster(2, flops=1e10, bandwidth=1e9), whole({"tensor": 2}), Training())
     labels = [found.assignment.choice(node).label for node in graph.nodes if node.op == "aten.linear.default"]
     assert len(set(labels)) == 2
     assert labels[0] != labels[1] == labels[3]
@@ -100,19 +99,19 @@ def test_equal_layers_may_alternate():
 
 def test_the_excess_is_just_enough():
     with pytest.raises(InfeasibleError) as caught:
-        search(chain(3), cluster(2, memory=1000), Pins(), Training())
+        search(chain(3), cluster(2, memory=1000), whole(), Training())
     enough = 1000 + caught.value.excess_bytes
-    found = search(chain(3), cluster(2, memory=enough), Pins(), Training())
+    found = search(chain(3), cluster(2, memory=enough), whole(), Training())
     assert found.memory is not None and found.memory.peak_bytes == enough
     with pytest.raises(InfeasibleError):
-        search(chain(3), cluster(2, memory=enough - 1), Pins(), Training())
+        search(chain(3), cluster(2, memory=enough - 1), whole(), Training())
 
 
 @given(rates)
 @settings(max_examples=5, deadline=None)
 def test_three_axes_are_never_worse_and_each_essentially_different_mesh_is_tried_once(rates):
     graph, spec = chain(1, width=16, batch=16), cluster(8, **rates)
-    two, three = (search(graph, spec, Pins(), Training(), max_axes=axes) for axes in (2, 3))
+    two, three = (search(graph, spec, whole(), Training(), max_axes=axes) for axes in (2, 3))
     assert len(two.candidates) == 2 and len(three.candidates) == 3
     assert {c.mesh.sizes for c in three.candidates} == {(8,), (2, 4), (2, 2, 2)}
     assert three.status == "optimal"
@@ -124,12 +123,12 @@ def test_three_axes_are_never_worse_and_each_essentially_different_mesh_is_tried
 def test_what_is_bounded_away_could_not_have_been_better(rates, devices, share):
     graph = chain(2, width=24, batch=24)
     spec = cluster(devices, **rates)
-    free = search(graph, spec, Pins(), Training(), folding=False)
+    free = search(graph, spec, whole(), Training(), folding=False)
     limit = int(free.evaluation.peak_bytes * share)
     spec = spec.model_copy(update={"device": spec.device.model_copy(update={"memory_bytes": limit})})
     try:
         with by_the_sum_alone():
-            found = search(graph, spec, Pins(), Training(), folding=False)
+            found = search(graph, spec, whole(), Training(), folding=False)
     except InfeasibleError:
         return
     assert found.status == "optimal" and found.gap == 0
@@ -149,7 +148,7 @@ def test_unbalanced_meshes_are_bounded_away_by_their_work_alone():
     """A batch of 16 on 64 devices with no other size to divide: most meshes leave devices with more than their part."""
     graph = chain(2, width=17, batch=16)
     spec = cluster(64, flops=1e6, bandwidth=1e12, latency=1e-9)
-    found = search(graph, spec, Pins(), Training())
+    found = search(graph, spec, whole(), Training())
     proofs = {candidate.mesh.sizes: candidate.proof for candidate in found.candidates if candidate.status != "optimal"}
     assert proofs[(64,)] == proofs[(2, 32)] == "work"
     assert 16 in found.assignment.space.mesh.sizes
@@ -157,9 +156,9 @@ def test_unbalanced_meshes_are_bounded_away_by_their_work_alone():
 
 def test_a_time_limit_leaves_a_plan_and_a_bound():
     graph = chain(6, width=1024, batch=64)
-    found = search(graph, cluster(8), Pins(), Training(), time_limit_s=1e-6)
+    found = search(graph, cluster(8), whole(), Training(), time_limit_s=1e-6)
     assert found.evaluation.feasible
-    best = search(graph, cluster(8), Pins(), Training()).evaluation.time_s
+    best = search(graph, cluster(8), whole(), Training()).evaluation.time_s
     bound = found.evaluation.time_s * (1 - found.gap)
     assert bound <= best * (1 + 1e-6) <= found.evaluation.time_s * (1 + 2e-6)
     assert (found.status == "optimal") == (found.gap == 0)
@@ -168,28 +167,28 @@ def test_a_time_limit_leaves_a_plan_and_a_bound():
 @pytest.mark.parametrize("limit", [0, -1.0, math.nan])
 def test_a_time_limit_that_is_none(limit):
     with pytest.raises(InputError, match=r"time_limit_s is .*more than 0"):
-        search(chain(1), cluster(), Pins(), Training(), time_limit_s=limit)
+        search(chain(1), cluster(), whole(), Training(), time_limit_s=limit)
 
 
 @pytest.mark.parametrize("gap", [-0.1, 1.0, math.nan, "0.1", True])
 def test_a_gap_that_is_none(gap):
     with pytest.raises(InputError, match=r"gap is .*at least 0 and below 1"):
-        search(chain(1), cluster(), Pins(), Training(), gap=gap)
+        search(chain(1), cluster(), whole(), Training(), gap=gap)
 
 
 @pytest.mark.parametrize("axes", [0, 4, True, 2.0, "2"])
 def test_axes_of_which_there_are_no_so_many(axes):
     with pytest.raises(InputError, match=r"max_axes is .*: 1, 2 or 3"):
-        search(chain(1), cluster(), Pins(), Training(), max_axes=axes)
+        search(chain(1), cluster(), whole(), Training(), max_axes=axes)
 
 
 def test_a_proof_may_leave_a_gap():
     """What it leaves is told, and no plan is below it; without a gap nothing is left."""
     graph, spec = chain(6, width=1024, batch=64), cluster(8)
-    needed = search(graph, spec, Pins(), Training()).evaluation.peak_bytes
+    needed = search(graph, spec, whole(), Training()).evaluation.peak_bytes
     tight = spec.model_copy(update={"device": spec.device.model_copy(update={"memory_bytes": int(0.97 * needed)})})
     with by_the_sum_alone():
-        best, found = (search(graph, tight, Pins(), Training(), gap=gap) for gap in (0.0, 0.3))
+        best, found = (search(graph, tight, whole(), Training(), gap=gap) for gap in (0.0, 0.3))
     assert best.status == "optimal" and best.gap == 0
     assert 0 < found.gap <= 0.3 and found.status == "feasible"
     assert found.bound_s <= best.evaluation.time_s * (1 + 1e-6) <= found.evaluation.time_s * (1 + 2e-6)
@@ -198,12 +197,12 @@ def test_a_proof_may_leave_a_gap():
 def test_a_plan_takes_the_room_that_it_has_when_it_is_followed():
     """The sum counts all gradients beside all activations; followed, one leaves as the other comes."""
     graph, spec = chain(6, width=1024, batch=64), cluster(8)
-    needed = search(graph, spec, Pins(), Training()).evaluation.peak_bytes
+    needed = search(graph, spec, whole(), Training()).evaluation.peak_bytes
     memory = int(0.99 * needed)
     tight = spec.model_copy(update={"device": spec.device.model_copy(update={"memory_bytes": memory})})
     with by_the_sum_alone():
-        first = search(graph, tight, Pins(), Training())
-    found = search(graph, tight, Pins(), Training())
+        first = search(graph, tight, whole(), Training())
+    found = search(graph, tight, whole(), Training())
     assert found.evaluation.time_s < first.evaluation.time_s * 0.999
     assert found.evaluation.peak_bytes > memory  # by the sum
     assert found.memory is not None and found.memory.peak_bytes <= memory
@@ -212,18 +211,18 @@ def test_a_plan_takes_the_room_that_it_has_when_it_is_followed():
 
 def test_devices_that_nothing_divides_by():
     with pytest.raises(ClusterError, match=r"7 devices of 'test' cannot share this model.*\(8\).*divisor in common"):
-        search(chain(2), cluster(7), Pins(), Training())
-    assert search(chain(2, width=7), cluster(7), Pins(), Training()).status == "optimal"
+        search(chain(2), cluster(7), whole(), Training())
+    assert search(chain(2, width=7), cluster(7), whole(), Training()).status == "optimal"
 
 
 def test_an_interrupt_ends_the_search_and_the_next_is_unharmed():
     def interrupt(_: str) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    before = search(chain(3), cluster(4), Pins(), Training())
+    before = search(chain(3), cluster(4), whole(), Training())
     with pytest.raises(KeyboardInterrupt):
-        search(chain(3), cluster(4), Pins(), Training(), progress=interrupt)
-    assert search(chain(3), cluster(4), Pins(), Training()).assignment.chosen == before.assignment.chosen
+        search(chain(3), cluster(4), whole(), Training(), progress=interrupt)
+    assert search(chain(3), cluster(4), whole(), Training()).assignment.chosen == before.assignment.chosen
 
 
 def test_a_plan_does_not_depend_on_the_process_or_its_hash_seed():
@@ -232,7 +231,7 @@ def test_a_plan_does_not_depend_on_the_process_or_its_hash_seed():
         "from tests.planner.search.test_search import *\n"
         "from planner.plan.plan import describe, Search\n"
         "from planner.analysis.prediction import predict\n"
-        "found = search(chain(4, width=64, batch=64), cluster(8, memory=80_000), Pins(), Training())\n"
+        "found = search(chain(4, width=64, batch=64), cluster(8, memory=80_000), whole(), Training())\n"
         "candidates = tuple(candidate.facts() for candidate in found.candidates)\n"
         "cost = found.evaluation\n"
         "plan = describe(found.assignment, {}, {}, predict(found.assignment, cost.time_s),\n"
@@ -261,14 +260,14 @@ def test_a_plan_that_more_memory_would_not_make_faster_is_searched_once(monkeypa
         return once(context, *rest)
 
     monkeypatch.setattr("planner.search.memory_fitting.branch_and_bound", counted)
-    assert search(chain(3), cluster(4), Pins(), Training()).status == "optimal"
+    assert search(chain(3), cluster(4), whole(), Training()).status == "optimal"
     assert len(limits) == 1
 
 
 def test_what_a_search_with_less_memory_proves_is_not_said_of_all(monkeypatch):
     """A plan found after the limit was lowered keeps the first bound, whatever is proved of plans with less memory."""
     graph, spec = residual_mlp(1, 64, 64), local(2, "4 GiB")
-    usable = int(0.95 * search(graph, spec, Pins(), Training()).evaluation.peak_bytes)
+    usable = int(0.95 * search(graph, spec, whole(), Training()).evaluation.peak_bytes)
     device = spec.device.model_copy(update={"memory_bytes": usable, "reserve_fraction": 0.0})
     first, bounds = planner.search.branch_and_bound.branch_and_bound, []
 
@@ -293,6 +292,6 @@ def test_what_a_search_with_less_memory_proves_is_not_said_of_all(monkeypatch):
 
     monkeypatch.setattr("planner.search.memory_fitting.branch_and_bound", noted)
     monkeypatch.setattr("planner.search.branch_and_bound.usage", needs_more)
-    found = search(graph, spec.model_copy(update={"device": device}), Pins(), Training())
+    found = search(graph, spec.model_copy(update={"device": device}), whole(), Training())
     assert len(bounds) > 2 and bounds[1][0] < usable
     assert found.bound_s <= bounds[0][1] * (1 + 1e-9)

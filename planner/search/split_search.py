@@ -1,0 +1,155 @@
+"""Searches plans that take the batch whole, in micro-batches, and through pipelines: which of these a model has, and in
+which order they are searched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from planner.base.errors import ClusterError, InfeasibleError
+from planner.formulation.constraints.zero import pinned_apart, ways_of_kinds
+from planner.formulation.decisions import DecisionGraph
+from planner.formulation.remat.levels import named_by_kind
+from planner.ir.folding import Folded
+from planner.ir.graph import Graph
+from planner.search.axis_names import named
+from planner.search.block_splitting import finer
+from planner.search.branch_and_bound import ParallelConfigs, Searched, branch_and_bound
+from planner.search.candidate_bounds import Candidate, SearchContext
+from planner.search.left_out import is_whole, why_no_micro_batches
+from planner.search.memory_fitting import memory_feasible, using_headroom
+from planner.search.offload_search import search_offload
+from planner.search.parallel_config import ParallelConfig, dividing, micro_batched, stages_wanted, without_micro_batches
+from planner.search.remat_selection import keeping, with_levels_between
+
+FIRST = 0.5
+"""Part of the time after which proofs give way to a search for a plan that takes the room of the one found."""
+
+
+def search_split(context: SearchContext, folded: Folded, max_axes: int, left_out: str) -> Searched:
+    """The fastest plan that fits with model data at one home, over all stages, micro-batches and meshes.
+
+    Args:
+        left_out: why neither pipelines nor micro-batches are searched, if they are not.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    cluster, pins, graph = context.cost.cluster, context.pins, folded.graph
+    whole = without_micro_batches(cluster, pins, max_axes)
+    if left_out or is_whole(pins):
+        return _telling(left_out, partial(_Blocks.of(context, folded).searched, whole))
+    pieces = finer(folded, context.rules, stages_wanted(pins))
+    cut = _Blocks.of(context, pieces)
+    in_parts = micro_batched(cluster, pins, graph, len(cut.decision_graph.folded.instances), max_axes)
+    whole = dividing(whole, graph) if in_parts else whole
+    left_out = why_no_micro_batches(cut.context, cut.decision_graph, in_parts)
+    if left_out:
+        in_one = tuple(config for config in in_parts if config.mesh.micro_batches == 1)
+        return _telling(left_out, partial(_in_whole_or_stages, context, folded, whole, cut, in_one))
+    if whole and in_parts and context.training.tier == "device" and _fits_whole(graph, context):
+        with contextlib.suppress(ClusterError):  # so many devices share no operator; they may share the blocks
+            known = (cut if pieces is folded else _Blocks.of(context, folded)).searched(whole)
+            stages = tuple(config for config in in_parts if config.stages > 1)
+            return _in_whole_then_in_stages(known, cut, stages)
+        whole = ()
+    return cut.searched(whole, in_parts)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """A model in blocks, and what a search of plans for them shares."""
+
+    context: SearchContext
+    decision_graph: DecisionGraph
+
+    @staticmethod
+    def of(context: SearchContext, folded: Folded) -> _Blocks:
+        """What does not depend on the mesh."""
+        pins = context.pins
+        folded = pinned_apart(folded, pins.zero)
+        decision_graph = DecisionGraph(folded, context.rules)
+        decision_graph.survey()
+        levels = named_by_kind(folded, map(pins.levels, ways_of_kinds(folded, pins.zero)))
+        if pins.recompute is None:
+            levels = with_levels_between(levels, decision_graph, context.cost)
+        elif pins.keep:
+            levels = keeping(levels, decision_graph, pins.keep)
+        return _Blocks(replace(context, levels=levels), decision_graph)
+
+    def searched(self, whole: tuple[ParallelConfig, ...], in_parts: tuple[ParallelConfig, ...] = ()) -> Searched:
+        """The fastest plan that fits, of these configurations without and with micro-batches."""
+        context, configs = self.context, ParallelConfigs(whole, in_parts)
+        if context.training.tier != "device":
+            return named(context, search_offload(context, self.decision_graph, configs))
+        first = context
+        if not in_parts and context.pins.recompute is None:
+            now = time.monotonic()
+            first = replace(first, deadline=now + FIRST * (context.deadline - now))
+        found = memory_feasible(first, self.decision_graph, configs)
+        return named(context, using_headroom(context, self.decision_graph, configs, found))
+
+
+def _telling(left_out: str, plan: Callable[[], Searched]) -> Searched:
+    """The plan, and what was left out and why; the latter also where there is none."""
+    try:
+        return replace(plan(), left_out=left_out)
+    except InfeasibleError as error:
+        if not left_out:
+            raise
+        raise InfeasibleError(f"{error} Not looked at: {left_out}.", error.excess_bytes) from error
+
+
+def _in_whole_or_stages(
+    context: SearchContext,
+    folded: Folded,
+    whole: tuple[ParallelConfig, ...],
+    cut: _Blocks,
+    stages: tuple[ParallelConfig, ...],
+) -> Searched:
+    """The fastest plan of those without micro-batches; where none fits, or is allowed, of pipelines that the whole
+    batch passes at once.
+    """
+    if not whole:
+        return cut.searched((), stages)
+    try:
+        return _Blocks.of(context, folded).searched(whole)
+    except (ClusterError, InfeasibleError):
+        if not stages:
+            raise
+        return cut.searched((), stages)
+
+
+def _in_whole_then_in_stages(known: Searched, cut: _Blocks, stages: tuple[ParallelConfig, ...]) -> Searched:
+    """The fastest plan of configurations without micro-batches, which is known, and of pipelines.
+
+    Where memory decides nothing that order is quick: the former are few, and their best plan bounds the others.
+    Micro-batches without stages would only save memory: every operator starts so many times as often on as many times
+    less, what communicates does too, and gradients are hidden behind one backward of many.
+    """
+    if not stages:
+        return known
+    found = branch_and_bound(cut.context, cut.decision_graph, ParallelConfigs((), stages), known.best)
+    assert isinstance(found, Searched)
+    found = found if found.staged is None else named(cut.context, found)
+    best = known if found.staged is None else found
+    rows = sorted((*known.candidates, *found.candidates), key=partial(_standing, best.evaluation.time_s))
+    return replace(best, candidates=tuple(rows)).above(min(known.bound_s, found.bound_s))
+
+
+def _standing(time_s: float, row: Candidate) -> tuple[bool, float, float]:
+    """Sorts candidates: those that may have the fastest plan first; see
+    :func:`planner.search.branch_and_bound.completed`.
+    """
+    return row.status == "infeasible", min(row.objective_s, max(row.bound_s, time_s)), row.objective_s
+
+
+def _fits_whole(graph: Graph, context: SearchContext) -> bool:
+    """Whether a device has room for all that a step reads and makes, with all gradients, and for optimizer state."""
+    size_bytes = sum((2 if tensor.grad else 1) * tensor.size_bytes for node in graph.nodes for tensor in node.results)
+    trained = sum(leaf.results[0].numel for leaf in graph.leaves if leaf.op == "param" and leaf.results[0].grad)
+    return size_bytes + context.training.optimizer_bytes_per_element * trained <= context.limit_bytes

@@ -1,0 +1,88 @@
+"""By default nothing is refused that fits with micro-batches, in a pipeline, or with model data on host or disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.base.errors import InfeasibleError
+from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
+from planner.ir.graph import Graph
+from planner.plan.document.fingerprint import model_facts
+from planner.plan.plan import Plan, Search, describe
+from planner.plan.rebinding.rebind import rebind
+from planner.search.branch_and_bound import Searched
+from planner.search.search import search
+from tests.planner.plans import WHOLE, residual_mlp, unwrapped
+
+
+def on(devices: int, memory: int | str, host: str | None = None, disk: str | None = None) -> ClusterSpec:
+    return ClusterSpec.local(devices, memory, cores=2, host_memory_bytes=host, disk_bytes=disk)
+
+
+def planned(graph: Graph, spec: ClusterSpec, pin: dict[str, Any] | None = None) -> Searched:
+    return search(graph, spec, Pins.parse(pin), Training())
+
+
+def refused(graph: Graph, spec: ClusterSpec, pin: dict[str, Any]) -> str:
+    with pytest.raises(InfeasibleError) as caught:
+        planned(graph, spec, pin)
+    return str(caught.value)
+
+
+def document(found: Searched) -> Plan:
+    tables, predicted = found.planned_step
+    result = Search(found.status, found.gap, {"solve": 0.5}, left_out=found.left_out)
+    facts = model_facts(found.assignment.space.graph, "ResidualMLP")
+    return describe(found.assignment, facts, {}, predicted, result, found.staged, tables)
+
+
+def test_what_fits_in_micro_batches_alone_is_planned() -> None:
+    """Of a large batch the activations take most, of which a micro-batch has a part."""
+    graph, spec = residual_mlp(layers=2, width=64, batch=4096), on(1, "3 MiB")
+    refused(graph, spec, WHOLE)
+    found = planned(graph, spec)
+    assert found.best.config.mesh.micro_batches > 1 and found.peak_bytes <= spec.device.usable_bytes
+    assert not found.left_out
+
+
+def test_what_fits_in_a_pipeline_alone_is_planned() -> None:
+    """Parameters are whole on every rank, as is pinned, but a stage has those of its own layers."""
+    graph, spec, pin = residual_mlp(layers=2, width=64, batch=512), on(4, 1_200_000), {"zero": 0}
+    refused(graph, spec, {**pin, "pipeline": 1})
+    found = planned(graph, spec, pin)
+    assert found.best.config.stages > 1 and found.peak_bytes <= spec.device.usable_bytes
+
+
+def test_what_fits_with_model_data_elsewhere_alone_is_planned_so_and_says_it() -> None:
+    graph = residual_mlp(layers=6, width=128, batch=16)
+    spec = on(1, "4 MiB", host="1 GiB", disk="1 GiB")
+    assert "Nor is there" not in refused(graph, spec, {"offload": "none"})
+    found = planned(graph, spec)
+    plan = document(found)
+    assert (plan.offload, plan.pin) == ("auto", {}) and plan.transfer_schedules
+    assert "without plans with all model data on the device, since none was found that fits" in unwrapped(plan)
+    assert "Keeps model data on the host" in plan.sentence
+    again = Plan.from_dict(plan.to_dict())
+    assert again == plan and again.pins.tier == "either"
+    on_disk = document(planned(graph, on(1, "4 MiB", host="1 MiB", disk="1 GiB")))
+    assert on_disk.offload == "disk" and "Keeps model data on disk" in on_disk.sentence
+    text = refused(graph, on(1, "4 MiB", host="1 MiB", disk="1 MiB"), {})
+    assert "memory_bytes of at least" in text
+
+
+def test_the_device_comes_first() -> None:
+    graph = residual_mlp(layers=2, width=64, batch=64)
+    found = planned(graph, on(1, "64 MiB", host="1 GiB"))
+    assert document(found).offload == "none" and not found.left_out
+
+
+def test_a_home_that_was_chosen_goes_with_a_plan_s_decisions() -> None:
+    plan = document(planned(residual_mlp(layers=6, width=128, batch=16), on(1, "4 MiB", host="1 GiB")))
+    deeper = residual_mlp(layers=8, width=128, batch=16)
+    rebound = rebind(plan, deeper, model_facts(deeper, "ResidualMLP"), plan.cluster)
+    assert rebound.offload == plan.offload == "auto" and rebound.transfer_schedules
+    assert not any("offload" in change.what for change in rebound.changes)
