@@ -38,10 +38,10 @@ from autopar.capture.repeats.repeats import Repeats
 from autopar.functions.applying import Applied, carrying
 from autopar.functions.carry import Carried
 from autopar.graph import dump
-from autopar.graph.cpython import no_garbage
 from autopar.graph.module_walk import ModuleWalk
 from autopar.graph.program import Program, expand
 from autopar.graph.tensors import storage_of
+from planner.base.cpython import no_garbage
 from planner.base.errors import CaptureError, InputError
 
 LossFn = Callable[..., torch.Tensor]

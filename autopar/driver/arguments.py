@@ -13,7 +13,6 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.module import ParallelModule
 from planner.base.errors import ClusterError, InputError, PlanError, PlanWarning
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
@@ -22,6 +21,7 @@ from planner.plan.plan import Plan
 from planner.search.candidate_bounds import Progress
 from planner.search.search import check_axes, check_gap, check_time_limit
 
+PARALLEL = "ParallelModule"
 _WRAPPERS = {
     "DataParallel": "module",
     "DistributedDataParallel": "module",
@@ -29,7 +29,9 @@ _WRAPPERS = {
     "DeepSpeedEngine": "module",
     "OptimizedModule": "_orig_mod",  # of torch.compile
 }
-"""Classes that stand around a model, and the attribute that has it; by name, so that none need be imported."""
+"""Classes that stand around a model, and the attribute that has it; by name, so that none need be imported, nor what
+:data:`PARALLEL` runs with.
+"""
 
 Fold = Literal["capture", "graph", "off"]
 
@@ -74,7 +76,7 @@ def check_cluster(cluster: object) -> None:
 def _check_unwrapped(model: nn.Module) -> None:
     """Refuse a model that is parallelized or compiled already; raises :class:`InputError` that says what to give."""
     kind = type(model).__name__
-    if isinstance(model, ParallelModule):
+    if kind == PARALLEL:
         raise InputError("model is a parallel module already: give the original, pmodel.module")
     for wrapper, inside in _WRAPPERS.items():
         if kind == wrapper:

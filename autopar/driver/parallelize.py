@@ -29,7 +29,6 @@ from autopar.driver.process_group import share_host, start_process_group
 from autopar.driver.rank_agreement import arguments, check_alike, planned_on_rank_0, traced_alike
 from autopar.emit.build import build
 from autopar.emit.initialization import Source, part_maker
-from autopar.graph.cpython import on_one_stack
 from autopar.runtime.data.agreement import DataAgreement, calls_to_check
 from autopar.runtime.host.disk import check_given, open_disk
 from autopar.runtime.host.memory_check import check_room
@@ -37,6 +36,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.mesh import pipeline_mesh
 from planner.analysis.offload.chunks import chunks_of, moving_bytes, parameters
 from planner.analysis.offload.step_timing import saved_bytes
+from planner.base.cpython import on_one_stack
 from planner.base.errors import InputError, PinError, PlanError
 from planner.base.formatting import in_all_bytes
 from planner.cost.cluster import ClusterSpec

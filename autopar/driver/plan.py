@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -22,9 +22,7 @@ from autopar.driver.arguments import (
 )
 from autopar.driver.outputs import Outputs, check_discards, check_outputs, discards_of
 from autopar.driver.trace import Traced, trace
-from autopar.emit.build import MicroBatched
-from autopar.emit.stage_programs import check_micro_batched
-from autopar.graph.cpython import no_garbage, on_one_stack
+from planner.base.cpython import no_garbage, on_one_stack
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
@@ -36,6 +34,9 @@ from planner.search.advice import Request, search_or_advise
 from planner.search.candidate_bounds import Progress
 from planner.search.search import GAP
 from planner.solve.pipeline.schedule import schedule
+
+if TYPE_CHECKING:
+    from autopar.emit.build import MicroBatched
 
 
 @no_garbage()
@@ -127,7 +128,7 @@ def plan_traced(
 ) -> Plan:
     """Plan a captured model; see :func:`plan`."""
     if pins.micro_batched:
-        check_micro_batched(traced.captured, traced.graph)
+        traced.check_micro_batched()
     say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
     request = Request(
         traced.graph,
@@ -204,6 +205,8 @@ def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, MicroBatched
     Raises:
         PlanError: the plan's pipeline does not fit the model's blocks.
     """
+    from autopar.emit.build import MicroBatched  # with all that a plan runs with, which planning does not need
+
     found = restage(plan, assignment)
     if found is None:
         return assignment, None

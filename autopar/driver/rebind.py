@@ -10,8 +10,7 @@ from torch import nn
 from autopar.capture.capture import LossFn
 from autopar.driver.arguments import check_arguments, check_cluster, check_progress, say, warn
 from autopar.driver.trace import trace
-from autopar.emit.stage_programs import check_micro_batched
-from autopar.graph.cpython import no_garbage, on_one_stack
+from planner.base.cpython import no_garbage, on_one_stack
 from planner.base.errors import InputError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.document.document import WITHOUT_GRAPH
@@ -49,7 +48,7 @@ def rebind(
         say(progress, f"capturing {type(model).__name__}")
         traced = trace(model, example_args, example_kwargs, loss_fn)
         if plan.pipeline is not None:
-            check_micro_batched(traced.captured, traced.graph)
+            traced.check_micro_batched()
         graph, facts, seconds = traced.graph, traced.facts, {"capture": traced.capture_s}
     found = carry(plan, graph, facts, cluster, time_limit_s=time_limit_s, seconds=seconds, progress=progress)
     warn(found.notes)

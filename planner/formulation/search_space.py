@@ -8,6 +8,7 @@ decides says :mod:`planner.formulation.assignment`.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -347,7 +348,7 @@ class Space(LocalCosts):
             )
             time += (forward + inner_again) * pace.again(times, again, packed)
             cover = backward * self.overlap * pace.once(times, packed)
-            held = np.min([self._held(variable, node, options, each) for each in held_with], axis=0)
+            held = functools.reduce(np.minimum, [self._held(variable, node, options, each) for each in held_with])
             held = self.on_average((held * (self.in_flight or 1.0)).astype(np.int64))
             if self.stages > 1 and self.in_flight is None:  # the rank with this operator may hold less than the average
                 time = np.where(transient > limit_bytes, math.inf, time)

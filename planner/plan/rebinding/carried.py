@@ -64,7 +64,7 @@ class CarriedDecisions:
         while True:
             space = self._narrowed(free)
             kept = [self._kept(space, variable, free) for variable in space.variables]
-            problem = _narrowed(space.problem(None, recompute), kept)
+            problem = _restricted(space.problem(None, recompute), kept)
             choices = _solved(problem, limit_bytes)
             if choices is not None:
                 chosen = {
@@ -297,7 +297,7 @@ class _Narrowed(Space):
 # ---- the problem that is left ----------------------------------------------------------------------------------------
 
 
-def _narrowed(problem: Problem, kept: Sequence[Sequence[int]]) -> Problem:
+def _restricted(problem: Problem, kept: Sequence[Sequence[int]]) -> Problem:
     """The problem in which decisions have some of their choices alone."""
     vertices = (_only(vertex, each) for vertex, each in zip(problem.vertices, kept, strict=True))
     edges = (

@@ -55,7 +55,7 @@ def configurations(plan: Document, graph: Graph, cluster: ClusterSpec) -> Iterat
     """The plan's own configuration as nearly as can be, then such as need less memory."""
     found = list[ParallelConfig]()
     for wanted in _wanted(plan):
-        made = _Fitted(plan, graph, cluster, wanted).configuration
+        made = _Fitted(plan, graph, cluster, wanted).configuration()
         if made.config not in found and len(found) < MOST:
             found.append(made.config)
             yield made
@@ -102,8 +102,8 @@ class _Fitted:
         self.cut = _cutting_the_batch(plan)
         self.rest = next((axis.name for axis in self.axes if axis.name in self.cut), None)
 
-    @property
     def configuration(self) -> Configuration:
+        """Stages, mesh and micro-batches, one after the other."""
         inner, left = self._inner()
         pipeline, folded = self._pipeline(left)
         mesh, pin = self._mesh(inner, left // pipeline.ranks, pipeline.ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from planner.base.cpython import no_garbage
 from planner.base.formatting import (
     by_module,
     in_bytes,
@@ -48,6 +49,7 @@ LETTERS = (
 """What layouts are written in, in one line; see :mod:`planner.ir.layout`."""
 
 
+@no_garbage()
 def text(document: Document, width: int | None = None) -> str:
     """What was planned, what it costs, how every distinct block is laid out.
 
