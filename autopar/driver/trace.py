@@ -44,8 +44,8 @@ class Traced:
         if self.captured.training and trained and self.graph.loss is None:
             raise InputError(
                 "a micro-batched step runs its own backward, so the model must return its loss (one floating number "
-                "that depends on what is trained), or be given a loss_fn: give it one, or leave out the pins that ask "
-                "for such a step; to run it forward only, call model.eval() first"
+                "that depends on what is trained), or be given a loss_fn: give it one, or leave out the pins that "
+                "ask for such a step; to run it forward only, call model.eval() first"
             )
 
 

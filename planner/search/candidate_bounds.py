@@ -132,7 +132,8 @@ class SearchContext:
 
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
-    ``formulated`` the last space of each configuration, ``paths`` those of the schedule of each pipeline.
+    ``formulated`` the last space of each configuration, ``paths`` those of the schedule of each pipeline, ``typical`` what
+    solves the problem of a typical rank, and ``chains`` those of choices.
     """
 
     cost: CostModel
@@ -148,7 +149,8 @@ class SearchContext:
     known: dict[str, Labels] = field(default_factory=dict)
     formulated: dict[ParallelConfig, Space] = field(default_factory=dict)
     paths: dict[Pipeline, Paths] = field(default_factory=dict)
-    typical: dict[ParallelConfig, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    typical: dict[Space, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    chains: dict[tuple[Space, tuple[int, ...]], tuple[Link, ...]] = field(default_factory=dict)
     stored: StoredLayouts | None = None
 
     @property
@@ -194,7 +196,10 @@ class SearchContext:
 
     def links(self, space: Space, choices: tuple[int, ...]) -> tuple[Link, ...]:
         """The chain that choices make of the blocks."""
-        return links_of(assignment_of(space, choices), self.levels, self.pins.schedule)
+        key = space, choices
+        if key not in self.chains:
+            self.chains[key] = links_of(assignment_of(space, choices), self.levels, self.pins.schedule)
+        return self.chains[key]
 
     def say(self, text: str) -> None:
         """Tell whoever follows the search."""
@@ -429,13 +434,12 @@ def _relaxed(context: SearchContext, branch: Branch, best: Incumbent | None) -> 
 
 def _typical(context: SearchContext, branch: Branch) -> tuple[tuple[int, ...], ...]:
     """What solves the problem of a typical rank, with a price on what all micro-batches in flight hold."""
-    config = branch.candidate.config
-    if config not in context.typical:
-        space = branch.space.holding(config.in_flight)
+    if branch.space not in context.typical:
+        space = branch.space.holding(branch.candidate.config.in_flight)
         ends = (branch.pareto_frontier.steps[0], branch.pareto_frontier.steps[-1])
         first, last = (space.problem(context.limit_bytes, end) for end in ends)
-        context.typical[config] = lower_bound_between(first, last).choices
-    return context.typical[config]
+        context.typical[branch.space] = lower_bound_between(first, last).choices
+    return context.typical[branch.space]
 
 
 def _with_pipeline(

@@ -29,7 +29,7 @@ ROUNDS = 3
 """Times at most that the master program is given new ways."""
 CLOSE = 5e-3
 """Part of a step between bound and program that is not worth another round."""
-TOGETHER = 6
+TOGETHER = 16
 """So many prices at a time the choices of least cost are found for."""
 APART = 4e-3
 """Part of a step by which what is known of other prices may be below the least that was found."""
@@ -164,9 +164,9 @@ class PipelineBounds:
     def _under(self, prices: Prices, once: float, levels: int | None = None) -> tuple[float, tuple[int, ...]]:
         """What all blocks cost at least under prices, and the choices of that; infinite where all is forbidden.
 
-        The least cost is concave in what the body's prices are, and grows with them. So at ``part`` of some prices or
-        more it is no less than that part of what it is there and the rest of what it is without any, and only prices
-        of which that leaves open whether they are the cheapest are looked at themselves, the most promising first.
+        The least cost is concave in what the body's prices are, grows with them, and is not below zero. So at
+        ``part`` of some prices or more it is no less than that part of what it is there, and only prices of which that
+        leaves open whether they are the cheapest are looked at themselves, the most promising first.
 
         Args:
             once: what a second once a step counts.
@@ -177,10 +177,7 @@ class PipelineBounds:
         stages, numbers = np.array(at).T
         rows = np.stack([prices.forward, prices.backward, prices.held, prices.saved], axis=1)[stages]
         bonus_s = costs.count * prices.bonus_s[stages]
-        nothing = np.zeros(1)
-        none = Prices(nothing, nothing, nothing, nothing, nothing, 0.0, 0.0)
-        without_s = self._least_of([(0, 0)], none, prices, once)[0][0]
-        lower, exact = np.full(len(at), without_s), np.full(len(at), math.inf)
+        lower, exact = np.zeros(len(at)), np.full(len(at), math.inf)
         least: LeastOfEach | None = None
         best, choices = math.inf, ()
         while True:
@@ -204,7 +201,7 @@ class PipelineBounds:
                 with np.errstate(divide="ignore", invalid="ignore"):
                     ratios = np.where(rows[k] > 0.0, rows / rows[k], math.inf)
                 part = np.minimum(ratios.min(axis=1), 1.0)
-                lower = np.where(like, np.maximum(lower, part * cost + (1 - part) * without_s), lower)
+                lower = np.where(like, np.maximum(lower, part * cost), lower)
         open_ = np.where(np.isfinite(exact), exact, lower) - bonus_s
         others = sum(costs.blocks(place) * _worth_s(place, prices) for place in (FIRST, LAST, ANYWHERE))
         return float(open_.min()) - others - prices.room_s + prices.send * self.send_s, choices
