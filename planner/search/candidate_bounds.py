@@ -132,8 +132,8 @@ class SearchContext:
 
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
-    ``formulated`` the last space of each configuration, ``paths`` those of the schedule of each pipeline, ``typical`` what
-    solves the problem of a typical rank, and ``chains`` those of choices.
+    ``formulated`` the last space of each configuration, ``paths`` those of the schedule of each pipeline, ``typical``
+    what solves the problem of a typical rank, and ``chains`` those of choices.
     """
 
     cost: CostModel
