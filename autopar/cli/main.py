@@ -119,7 +119,7 @@ def plan(
             show_default="of a micro-batched step numbers, else all",
         ),
     ] = None,
-    time_limit: TimeLimit = 60.0,
+    time_limit: TimeLimit = 20.0,
     gap: Annotated[
         float | None,
         typer.Option(help="Part of a step that need not be proved; 0: prove the fastest.", show_default="0.01"),

@@ -49,7 +49,7 @@ from planner.plan.document.document import EVALUATE
 from planner.plan.further_stages import homes
 from planner.plan.plan import Plan
 from planner.search.candidate_bounds import Progress
-from planner.search.search import GAP
+from planner.search.search import GAP, TIME_LIMIT_S
 from planner.solve.transfers import TransferSchedule
 
 RANDOM = (
@@ -73,7 +73,7 @@ def parallelize(
     state_dict: Source | None = None,
     seed: int = 0,
     offload_path: str | os.PathLike[str] | None = None,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = TIME_LIMIT_S,
     gap: float = GAP,
     max_axes: int = MAX_AXES,
     progress: Progress | None = None,

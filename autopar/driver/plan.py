@@ -32,7 +32,7 @@ from planner.formulation.training import Training
 from planner.plan.plan import Plan, Search, describe, refold, reprice, restage, restore
 from planner.search.advice import Request, search_or_advise
 from planner.search.candidate_bounds import Progress
-from planner.search.search import GAP
+from planner.search.search import GAP, TIME_LIMIT_S
 from planner.solve.pipeline.schedule import schedule
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def plan(
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element,
     outputs: Outputs | None = None,
     fold: Fold = "capture",
-    time_limit_s: float = 60.0,
+    time_limit_s: float = TIME_LIMIT_S,
     gap: float = GAP,
     max_axes: int = MAX_AXES,
     progress: Progress | None = None,
@@ -121,7 +121,7 @@ def plan_traced(
     training: Training,
     *,
     fold: Fold = "capture",
-    time_limit_s: float = 60.0,
+    time_limit_s: float = TIME_LIMIT_S,
     gap: float = GAP,
     max_axes: int = MAX_AXES,
     progress: Progress | None = None,

@@ -33,6 +33,8 @@ from planner.search.left_out import check_schedule, why_no_pipelines
 from planner.search.offload_search import check_offloads
 from planner.search.split_search import search_split
 
+TIME_LIMIT_S = 20.0
+"""Seconds of a search where nobody asks for others: what is found later is seldom faster by more than a few per cent."""
 GAP = 0.01
 """Part of a step that a plan's proof leaves open where nobody asks for another: to close it takes most of the time."""
 
@@ -45,7 +47,7 @@ def search(
     *,
     folding: bool = True,
     max_axes: int = MAX_AXES,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = TIME_LIMIT_S,
     gap: float = 0.0,
     progress: Progress | None = None,
 ) -> Searched:
