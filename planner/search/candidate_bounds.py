@@ -13,11 +13,9 @@ bounds them all. Where that leaves a better plan possible it is split, first at 
 two of them costs change evenly, and the bounds of both ends at one price of memory hold for all. Where everything fits
 at the first step, no other is evaluated: more recomputation would only take more time.
 
-Of a configuration with micro-batches the second evaluation bounds all its pipelines, by the problem of the average
-rank; the third cuts pipelines for what solves that, and for what solves the problem of a typical rank, and where a
-better plan may be left bounds them by their equal blocks, too (:mod:`planner.formulation.pipeline_pace`). A bound costs
-a fifth of a cut. Where memory then leaves no plan that gathers parameters once a step, or not the fastest, the same
-configuration that gathers them in each micro-batch is a candidate of its own.
+A configuration with micro-batches falls into its pipelines, one for each schedule and number of virtual stages. The
+first evaluation bounds all of them by work and communication and by whole blocks, the second each by what its stages
+wait and hold (:mod:`planner.search.pipeline_bounds`), and the third cuts it for what solved that.
 """
 
 from __future__ import annotations
