@@ -114,53 +114,42 @@ class _RankActions:
         self.schedule, self.rank, self.row = schedule, rank, schedule.rows[rank]
         self.home, self.last = schedule.rank_of, schedule.stages - 1
         self.stages = sorted({action.stage for action in self.row})
-        self.expected = {other: deque(self._arriving(other)) for other in range(schedule.ranks) if other != rank}
+        beside = (stage + way for stage in self.stages for way in (-1, 1) if 0 <= stage + way <= self.last)
+        senders = dict.fromkeys(self.home[stage] for stage in beside if self.home[stage] != rank)
+        self.expected = {other: deque(self._arriving(other)) for other in senders}
         self.coming: dict[int, tuple[Action, list[Action]]] = {}
         self.aside: set[Action] = set()
         self.sent: set[Action] = set()
+        self.now = Counter[tuple[Message, bool]]()
 
     def run(self) -> Iterator[Running]:
         """What is there beside each action."""
-        counts, parted = Counter[int](), Counter[int]()
-        added = dict.fromkeys(self.stages, self.schedule.overlaps)
+        at = {stage: number for number, stage in enumerate(self.stages)}
+        counts, parted, added = ([0] * len(at) for _ in range(3))
         for action in filter(is_left_over, self.row):
-            counts[action.stage] += 1
+            counts[at[action.stage]] += 1
             message = Action(action.stage, "B", action.micro_batch)
             if action.stage < self.last and not self._is_sent_now(message):
-                self.aside.add(message)
+                self._set_aside(message)
+        if self.schedule.overlaps:
+            added = [1] * len(at)
         for sender in self.expected:
             self._receive(sender)
-        for action in self.row:
-            stage, kind, _ = action
-            received = Action(stage, "F" if kind == "F" else "B", action.micro_batch)
+        for stage, kind, number in self.row:
+            mine, way = at[stage], "F" if kind == "F" else "B"
             if kind != "W" and (stage > 0 if kind == "F" else stage < self.last):
-                self._take(received)
-            if kind == "W":
-                parted[stage] -= 1
-            counts[stage] -= kind != "F"
-            is_first = not added[stage] and kind in "BW"
-            yield Running(
-                stage,
-                kind,
-                is_first,
-                tuple(counts[each] for each in self.stages),
-                tuple(parted[each] for each in self.stages),
-                tuple(added[each] for each in self.stages),
-                self._messages(),
-            )
-            counts[stage] += kind in "FI"
-            parted[stage] += kind == "I"
-            added[stage] = added[stage] or kind in "BW"
+                self._take(Action(stage, way, number))
+            parted[mine] -= kind == "W"
+            counts[mine] -= kind != "F"
+            messages = tuple(sorted((*each, count) for each, count in self.now.items() if count))
+            is_first = kind in "BW" and not added[mine]
+            gradients = tuple(map(bool, added))
+            yield Running(stage, kind, is_first, tuple(counts), tuple(parted), gradients, messages)
+            counts[mine] += kind in "FI"
+            parted[mine] += kind == "I"
+            added[mine] += kind in "BW"
             if kind != "W" and (stage < self.last if kind == "F" else stage > 0):
-                self._put(Action(stage + 1 if kind == "F" else stage - 1, received.kind, action.micro_batch))
-
-    def _messages(self) -> tuple[tuple[Message, bool, int], ...]:
-        found = Counter[tuple[Message, bool]]()
-        for each in self.sent:
-            found[each[:2], True] += 1
-        for each in (*self.aside, *(each for each, _ in self.coming.values())):
-            found[each[:2], False] += 1
-        return tuple(sorted((*each, count) for each, count in found.items()))
+                self._put(Action(stage + 1 if kind == "F" else stage - 1, way, number))
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -189,18 +178,35 @@ class _RankActions:
     def _receive(self, sender: int) -> None:
         if self.expected[sender]:
             self.coming[sender] = self.expected[sender].popleft()
+            self._count(self.coming[sender][0], False, 1)
 
     def _take(self, message: Action) -> None:
         sender = self._sender(message)
         if sender == self.rank:
-            self.sent.discard(message)
+            self._let_go(message)
             return
         while message not in self.aside:
             come, taken = self.coming.pop(sender)
-            self.sent.difference_update(taken)
-            self.aside.add(come)
+            self._count(come, False, -1)
+            for each in taken:
+                self._let_go(each)
+            self._set_aside(come)
             self._receive(sender)
         self.aside.discard(message)
+        self._count(message, False, -1)
+
+    def _set_aside(self, message: Action) -> None:
+        self.aside.add(message)
+        self._count(message, False, 1)
 
     def _put(self, message: Action) -> None:
         self.sent.add(message)
+        self._count(message, True, 1)
+
+    def _let_go(self, message: Action) -> None:
+        if message in self.sent:
+            self.sent.discard(message)
+            self._count(message, True, -1)
+
+    def _count(self, message: Action, is_sent: bool, more: int) -> None:
+        self.now[message[:2], is_sent] += more
