@@ -11,6 +11,7 @@ In the first backward of a step gradients of parameters stay as they come; later
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -236,7 +237,7 @@ class BlockRun:
         self.around, self.heap = around, _Tracker(watched)
         self.walk = Walk(Wiring(assignment), [], range(number, number + 1), heap=self.heap)
         self.walk.number = number
-        self.walk.before = _NextFrame(self.heap)
+        self.walk.before = self.next_frame = _NextFrame(self.heap)
         self.inputs: dict[Ref, Value] = {}
         self.sent_bytes = 0
         self.memory = self._follow(level)
@@ -255,8 +256,7 @@ class BlockRun:
     def _follow(self, level: Level) -> BlockMemory:
         heap, walk, block = self.heap, self.walk, self.instance.block
         self._enter(block)
-        for each in self._values:
-            heap.hold(each)
+        caller = [heap.hold(each) for each in heap.given]
         heap.enter("forward", self.number)
         heap.moment(f"forward {block.path or block.nodes[0].name}")
         outputs = run(walk, self.instance, level, dict(self.inputs))
@@ -264,55 +264,60 @@ class BlockRun:
         roots = self._roots(outputs, left)
         for value in left:
             heap.drop(value.storage)
+        handed, saves = self._handed(outputs)
+        own_bytes = sum(each.all_bytes for each in self.kept)
+        forward = len(heap.all)
+        for storage in (*(value.storage for value in outputs.values()), *caller):
+            heap.drop(storage)
+        for ref, ends in zip(block.inputs, self.around.ends, strict=True):
+            if ends:
+                heap.let_go(self.inputs[ref].storage)
+        heap.is_beside = False
+        heap.enter("backward", self.number)
+        heap.moment(f"backward {block.path or block.nodes[0].name}")
+        parts = {"B": self._backward, "I": self._backward_of_inputs, "W": self._backward_of_weights}
+        found_bytes = parts[self.around.part](roots)
+        moments = tuple(BlockMoment(what, *each) for what, each in zip(heap.names, heap.all, strict=True))
+        before = walk.before
+        found = BlockMemory(
+            forward=moments[:forward],
+            backward=moments[forward:],
+            own_bytes=own_bytes,
+            outputs=handed,
+            saves=saves,
+            gradients=tuple(self._gradient(self.inputs[ref]) for ref in block.inputs),
+            gradient_bytes=heap.settled_bytes,
+            coming_bytes=sum(each.bytes for each in walk.ahead if each not in heap.given),
+            again_bytes=0 if before is None or before is self.next_frame else sum(s.bytes for s in before.gathers),
+            sent_bytes=self.sent_bytes,
+            parted_bytes=0,
+            found_bytes=found_bytes,
+        )
+        return found._replace(parted_bytes=self._left_bytes(found)) if self.around.part == "I" else found
+
+    def _handed(self, outputs: Mapping[Ref, Value]) -> tuple[tuple[Output, ...], tuple[bool, ...]]:
+        """What the block hands on when its forward is over, and which inputs it saved; notes what it saved besides."""
+        heap, block = self.heap, self.instance.block
         made = [outputs[ref].storage if ref in outputs else None for ref in block.outputs]
         holders = Counter(each for each in made if each is not None)
         like = {each: at for at, each in reversed([*enumerate(made)]) if each is not None}
         like |= {self.inputs[ref].storage: -1 - at for at, ref in reversed([*enumerate(block.inputs)])}
-        handed = tuple(
-            Output(0, False, at) if each is None else Output(each.bytes, each.holders > holders[each], like[each])
-            for at, each in enumerate(made)
-        )
-        beside = sum(each.bytes for each in holders if each not in heap.given)
-        own_bytes = heap.total - heap.given_bytes - beside
         self.kept = tuple(each.held for each in heap.alive if each not in heap.given and each not in holders)
-        saves = tuple(self.inputs[ref].storage.holders > 2 + holders[self.inputs[ref].storage] for ref in block.inputs)
-        forward = len(heap.all)
-        heap.is_beside = False
-        for value in outputs.values():
-            heap.drop(value.storage)
-        for each in self._values:
-            heap.drop(each)
-        for ref, ends in zip(block.inputs, self.around.ends, strict=True):
-            if ends:
-                heap.let_go(self.inputs[ref].storage)
-        heap.enter("backward", self.number)
-        heap.moment(f"backward {block.path or block.nodes[0].name}")
-        found_bytes = {"B": self._backward, "I": self._backward_of_inputs, "W": self._backward_of_weights}[
-            self.around.part
-        ](roots)
-        gradients = tuple(self._gradient(self.inputs[ref]) for ref in block.inputs)
-        moments = tuple(BlockMoment(what, *each) for what, each in zip(heap.names, heap.all, strict=True))
-        coming = sum(each.bytes for each in walk.ahead if each not in heap.given)
-        assert walk.before is not None
-        again = 0 if isinstance(walk.before, _NextFrame) else sum(each.bytes for each in walk.before.gathers)
-        came = {value.made[0].incoming[0]: None for value in self.inputs.values() if value.made is not None}
-        left_bytes = heap.total - heap.given_bytes - heap.settled_bytes
-        left_bytes -= sum(each.bytes for each in came if each is not None and each not in heap.settled)
-        left_bytes -= own_bytes + sum(each.bytes for at, each in enumerate(handed) if each.is_saved and each.like == at)
-        return BlockMemory(
-            moments[:forward],
-            moments[forward:],
-            own_bytes,
-            handed,
-            saves,
-            gradients,
-            heap.settled_bytes,
-            coming,
-            again,
-            self.sent_bytes,
-            left_bytes if self.around.part == "I" else 0,
-            found_bytes,
+        given = (self.inputs[ref].storage for ref in block.inputs)  # which is held, and the caller holds it, too
+        return (
+            tuple(
+                Output(0, False, at) if each is None else Output(each.bytes, each.holders > holders[each], like[each])
+                for at, each in enumerate(made)
+            ),
+            tuple(each.holders > 2 + holders[each] for each in given),
         )
+
+    def _left_bytes(self, found: BlockMemory) -> int:
+        """Bytes that are there beside gradients of inputs and of parameters, and what forward saved."""
+        heap = self.heap
+        came = dict.fromkeys(value.made[0].incoming[0] for value in self.inputs.values() if value.made is not None)
+        of_inputs = sum(each.bytes for each in came if each is not None and each not in heap.settled)
+        return heap.total - heap.given_bytes - heap.settled_bytes - of_inputs - found.saved_bytes
 
     # ---- what is given -----------------------------------------------------------------------------------------------
 
@@ -343,7 +348,6 @@ class BlockRun:
                     tape = self._leaf(name, True) if tensor.grad else None
                     made = None if tape is None else (tape, 0)
                     self.walk.used[ref, layout] = Value(self.heap.give(name, "parameters", size), size, made)
-        self._values = [*self.heap.given]
 
     def _in_all(self, layout: Layout) -> Layout:
         """The layout of a parameter before a micro-batch takes its part of it."""
