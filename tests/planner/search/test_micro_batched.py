@@ -420,7 +420,7 @@ def test_parameters_are_gathered_in_each_micro_batch_where_memory_asks_for_it() 
     once, each = (searched(cluster(4), {**pin, "zero": zero}) for zero in (2, 3))
     assert (once.best.config.unsharding.name, each.best.config.unsharding.name) == ("once", "each")
     uses = [peak_micro_batched(found.assignment, found.staged).by_use() for found in (once, each)]
-    assert uses[0]["gathered"] > 5 * uses[1]["gathered"] > 0
+    assert uses[0]["gathered"] > 3 * uses[1]["gathered"] > 0
     coming_bytes = 4 * (2 * 256 * 1024 + 256 + 1024) * 5 // 4  # of a layer, and parts of it behind one another
     (run,) = each.staged.alive.runs
     assert max(map(sum, run.on_the_way)) == coming_bytes
