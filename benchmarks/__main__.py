@@ -141,8 +141,7 @@ def peaks() -> None:
     _write_peaks("memory", "Predicted against observed memory", notes, memory.compare(), facts)
     notes = (
         "Predicted peak bytes over those that are alive on the fullest rank of the pipeline while it takes a "
-        "step, with parameters and AdamW's state. What is predicted is added up, and meant to be no less: all that is "
-        "saved counts beside the neediest block. With gpipe gradients count from the first backward on."
+        "step, with parameters and AdamW's state."
     )
     title = "Predicted against observed micro-batched memory"
     _write_peaks("memory_micro_batched", title, notes, memory_micro_batched.compare(), facts)

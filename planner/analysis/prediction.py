@@ -358,7 +358,7 @@ def predict_micro_batched(assignment: Assignment, staged: Staged) -> Prediction:
         staged.step_s,
         staged.peak_bytes,
         staged.time_s,
-        staged.memory_bytes,
+        fullest.by_use(),
         tuple(sorted_calls(collectives(recomputing, staged.cut.bounds, staged.pipeline.late))),
         fullest.at,
         fullest.largest[:LARGEST],

@@ -56,17 +56,12 @@ class Known:
 
 @dataclass(frozen=True)
 class Work:
-    """One operator on one rank: seconds forward and backward, by itself and in collectives of its own.
-
-    Attributes:
-        transient_bytes: what it needs while it runs besides what is held: see :mod:`planner.ops.workspace`.
-    """
+    """One operator on one rank: seconds forward and backward, by itself and in collectives of its own."""
 
     forward_s: float
     backward_s: float
     inner_forward_s: float
     inner_backward_s: float
-    transient_bytes: int
 
     @property
     def inner_s(self) -> float:
@@ -230,15 +225,14 @@ class LocalCosts:
         return local_bytes(tensor, layout, self.mesh) * seconds_per_byte
 
     def work(self, node: Node, choice: Choice) -> Work:
-        """Seconds and bytes of one operator on one rank."""
+        """Seconds of one operator on one rank."""
         inner_s = self._inner_s(node, self.rules[node.name], choice)
-        return Work(*self._computed_s(node, choice), *inner_s, max(self.transients(node, choice)))
+        return Work(*self._computed_s(node, choice), *inner_s)
 
-    def transients(self, node: Node, choice: Choice) -> tuple[int, ...]:
-        """Bytes that an operator needs besides what is held, at each moment while it runs that may be the fullest."""
-        return self.decision_graph.blocks.working(node).moments(
-            self._sizes(node, choice), (*choice.operands, *choice.results)
-        )
+    def transient_bytes(self, node: Node, choice: Choice) -> int:
+        """Bytes that an operator needs at most while it runs, besides what is held."""
+        working = self.decision_graph.blocks.working(node)
+        return max(working.moments(self._sizes(node, choice), (*choice.operands, *choice.results)))
 
     def _sizes(self, node: Node, choice: Choice) -> list[int]:
         """Bytes of an operator's tensors on one rank: operands, then results."""

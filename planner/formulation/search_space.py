@@ -24,7 +24,7 @@ from planner.formulation.local_costs import LocalCosts
 from planner.formulation.node_options import AllowLeaf, NodeOptions
 from planner.formulation.pipeline_pace import PipelinePace, pace_of
 from planner.formulation.remat.levels import NOTHING, Recompute
-from planner.formulation.resharding import ReshardingTable
+from planner.formulation.resharding import ReshardingTable, local_bytes
 from planner.formulation.resharding_tables import ReshardingTables
 from planner.formulation.strategies import Allow, Choice
 from planner.formulation.training import Training
@@ -307,6 +307,7 @@ class Space(LocalCosts):
                 for i, layout in enumerate(options):
                     assert isinstance(layout, tuple)
                     time[i], held[i] = self.storage(node, layout)
+                    held[i] -= self.not_with_all(node, layout)
                 held, once = self.on_average(held * times), times / self.stages
                 return Vertex(str(variable), time * once, np.zeros(size), cover, held, transient)
             again = self.decision_graph.runs_again(variable, amounts[0])
@@ -326,10 +327,19 @@ class Space(LocalCosts):
             cover = backward * self.overlap * (times / self.stages)
             held = functools.reduce(np.minimum, [self._held(variable, node, options, each) for each in held_with])
             held = self.on_average((held * (self.in_flight or 1.0)).astype(np.int64))
-            if self.stages > 1 and self.in_flight is None:  # the rank with this operator may hold less than the average
+            # A rank with this operator may hold less than the average, and less than all when it runs.
+            if self.micro_batched and self.in_flight is None:
                 time = np.where(transient > limit_bytes, math.inf, time)
                 transient = np.zeros_like(transient)
         return Vertex(str(variable), time, np.zeros(size), cover, held, transient)
+
+    def not_with_all(self, leaf: Node, layout: Layout) -> int:
+        """Bytes of the gradient of a parameter where a step has one micro-batch: there is no moment at which all that
+        is saved and all gradients are there.
+        """
+        is_alone = self.micro_batched and self.mesh.micro_batches == 1 and self.training.tier == "device"
+        is_trained = leaf.op == "param" and leaf.results[0].grad
+        return local_bytes(leaf.results[0], layout, self.mesh) if is_alone and is_trained else 0
 
     def _held(self, variable: Variable, node: Node, options: list[Choice] | list[Layout], recompute: Recompute) -> Ints:
         """What members of a variable keep for backward, and what one of them has recomputed while its block runs its

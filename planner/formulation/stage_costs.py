@@ -176,6 +176,7 @@ class StageCosts:
             for number, layout in enumerate(options):
                 assert isinstance(layout, tuple)
                 once_s, held = space.storage(node, layout)
+                held -= space.not_with_all(node, layout)
                 parts[number, ONCE], parts[number, HELD] = once_s * times, held * times
             return Costs(place, parts, again, saved, wall)
         kind = cast(int, variable[1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,6 @@ from planner.ops.function import works
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-What = Literal["", "gradient", "works", "sum", "gradient's sum"]
-Piece = tuple[What, int, Any]
-"""A tensor of an operator by its place, what of it there is (nothing: itself), and bytes: a number, or an array."""
 
 
 @dataclass(frozen=True)
@@ -68,26 +65,17 @@ class Working:
             fullest = np.maximum(fullest, moment)
         return fullest
 
-    def pieces(self, sizes: Sequence[int], layouts: Sequence[Layout]) -> list[list[Piece]]:
-        """What there is at each of the moments of :meth:`moments` but the first, at which nothing is."""
-        is_term, is_whole = ([local_type in layout for layout in layouts] for local_type in (P, R))
-        return list(self._pieces(sizes, is_term, is_whole))
-
     def _moments(self, sizes: Any, is_term: Any, is_whole: Any) -> Iterator[Any]:
         """Of numbers or arrays."""
-        for pieces in self._pieces(sizes, is_term, is_whole):
-            yield sum(size for *_, size in pieces)
-
-    def _pieces(self, sizes: Any, is_term: Any, is_whole: Any) -> Iterator[list[Piece]]:
-        yield [("", place, sizes[place]) for place in self.forward]
-        backward: list[Piece] = [("gradient", place, sizes[place]) for place in self.backward]
+        yield sum(sizes[place] for place in self.forward)
+        backward = sum(sizes[place] for place in self.backward)
         yield backward
         for place in self.like if self.works else ():
-            yield [*backward, ("works", place, self.works * sizes[place])]
+            yield backward + self.works * sizes[place]
         for place in self.terms:
-            yield [("sum", place, 2 * sizes[place] * is_term[place])]
+            yield 2 * sizes[place] * is_term[place]
         for place in self.summed:
-            yield [("gradient's sum", place, 2 * sizes[place] * is_whole[place])]
+            yield 2 * sizes[place] * is_whole[place]
 
 
 def working(graph: Graph, node: Node) -> Working:

@@ -23,6 +23,7 @@ import sympy
 
 from planner.analysis.memory import usage
 from planner.analysis.memory.storages import Held
+from planner.analysis.pipeline.peak_report import peak_micro_batched
 from planner.analysis.pipeline.rank_memory import moments
 from planner.analysis.pipeline.staged import WORKS, Staged
 from planner.analysis.prediction import Calls, collectives, seconds_by_use, sorted_calls
@@ -35,13 +36,11 @@ from planner.ir.graph import Node
 from planner.sizes.closed_form_costs import ClosedSpace
 from planner.sizes.rescale import OtherSizes, check_size
 from planner.solve.pipeline.growth import Counts, Growth, Line, growth
-from planner.solve.pipeline.schedule import InFlight
+from planner.solve.pipeline.running import Running
 from planner.solve.pipeline.simulate import critical
 
 SYMBOLS = sympy.symbols("b s m", positive=True, integer=True)
 """The batch, the sequence length and the number of micro-batches."""
-Moments = Sequence[tuple[Sequence[int], Sequence[InFlight]]]
-"""As :attr:`planner.solve.pipeline.stages.Pipeline.moments`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -255,12 +254,12 @@ def _micro_batched(assignment: Assignment, staged: Staged, grown: Growth | None)
     """
     space = assignment.space
     recomputing = replace(assignment, recompute=staged.recompute(space.folded))
-    schedule, held = _schedule(staged, grown), dict(staged.memory_bytes)
+    schedule, held = _schedule(staged, grown), peak_micro_batched(assignment, staged).by_use()
     if not staged.alive.peaks_at_end(staged.peak_rank):
-        held["activations"] = held["activations"] + _more_in_flight(staged, schedule.in_flight)
+        held["activations"] = held["activations"] + _more_in_flight(staged, schedule.running)
     return _Grown(
         held,
-        dict.fromkeys(moments(assignment, staged.alive, schedule.in_flight)),
+        dict.fromkeys(moments(staged.alive, schedule.running)),
         _flops_micro_batched(assignment, staged),
         collectives(recomputing, staged.cut.bounds, schedule.late),
         _seconds_micro_batched(staged, schedule),
@@ -273,12 +272,12 @@ class _Schedule:
 
     Attributes:
         work, sends, late: as in :class:`planner.solve.pipeline.growth.Growth`, for one number of micro-batches.
-        in_flight: each rank's stages, and how many micro-batches they hold at its fullest moments.
+        running: what each rank holds beside its actions.
     """
 
     work: Sequence[Sequence[int]]
     sends: Sequence[int]
-    in_flight: Moments
+    running: Sequence[Sequence[Running]]
     late: tuple[int, ...]
 
 
@@ -286,26 +285,27 @@ def _schedule(staged: Staged, grown: Growth | None) -> _Schedule:
     p = staged.pipeline
     if grown is None:
         _, path = critical(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, staged.times.of_stages)
-        return _Schedule(path.work.astype(int).tolist(), path.sends.astype(int).tolist(), p.moments, p.late)
+        return _Schedule(path.work.astype(int).tolist(), path.sends.astype(int).tolist(), staged.alive.running, p.late)
 
     def of(lines: Iterable[Line]) -> tuple[int, ...]:
         return tuple(along(staged.micro_batches, *line) for line in lines)
 
-    in_flight = [
-        (stages, [InFlight(of(lines), moment.added) for moment, lines in zip(planned, held, strict=True)])
-        for (stages, planned), held in zip(p.moments, grown.held, strict=True)
+    running = [
+        [each.with_numbers(of(lines)) for each, lines in zip(planned, held, strict=True)]
+        for planned, held in zip(staged.alive.running, grown.held, strict=True)
     ]
-    return _Schedule([*map(of, grown.work)], of(grown.sends), in_flight, of(grown.late))
+    return _Schedule([*map(of, grown.work)], of(grown.sends), running, of(grown.late))
 
 
-def _more_in_flight(staged: Staged, in_flight: Moments) -> int:
+def _more_in_flight(staged: Staged, running: Sequence[Sequence[Running]]) -> int:
     """Bytes that the rank with the highest peak has saved of micro-batches at its fullest moment, less those that are
     planned.
     """
-    (stages, planned), (_, moved) = staged.pipeline.moments[staged.peak_rank], in_flight[staged.peak_rank]
-    moment, _ = staged.alive.peak_moment(staged.peak_rank)
-    more = moved[planned.index(moment)].counts
-    return staged.alive.held_of(more, stages) - staged.alive.held_of(moment.counts, stages)
+    alive, rank = staged.alive, staged.peak_rank
+    planned = alive.peak(rank).beside
+    more = running[rank][alive.running[rank].index(planned)]
+    pairs = zip(alive.stages_of(rank), more.counts, planned.counts, strict=True)
+    return sum((count - before) * alive.stages[stage].saved_bytes for stage, count, before in pairs)
 
 
 def _flops_micro_batched(assignment: Assignment, staged: Staged) -> Formula:

@@ -301,7 +301,7 @@ class Scale:
         assignment = self.symbolic()
         staged = self.restage(assignment)
         if staged is not None:
-            return tuple(dict.fromkeys(moments(assignment, staged.alive, staged.pipeline.moments)))
+            return tuple(dict.fromkeys(moments(staged.alive, staged.alive.running)))
         return tuple(dict.fromkeys(total for _, total in usage(assignment).moments))
 
     def predict(self, batch: int, sequence: int, micro_batches: int | None = None) -> Prediction:

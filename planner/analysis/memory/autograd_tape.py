@@ -29,6 +29,7 @@ class Tape:
         bucket: where that storage lies if it is there from the start.
         sends: what it needs while it runs is sent, and there until the next such node runs.
         keeps: its gradient stays when backward is over (a parameter's).
+        awaits: how many gradients are still to come before it is done, if that matters.
         leaves: its gradient is not counted here, since it goes to the host as soon as its block runs its backward.
     """
 
@@ -45,6 +46,7 @@ class Tape:
     sends: bool = False
     keeps: bool = False
     leaves: bool = False
+    awaits: int = 0
     views: set[int] = field(default_factory=set)
 
 
@@ -94,6 +96,7 @@ class Frame:
         self.uses: Counter[Storage] = Counter()
         self.remade: dict[Storage, Storage] = {}
         self.handed: set[Storage] = set()
+        self.until_return: list[Storage] = []
 
     def draws(
         self, heap: StorageTracker, drawn: Storage, operands: Iterable[Storage], result: Storage, copied_bytes: int
@@ -102,9 +105,10 @@ class Frame:
 
         Args:
             copied_bytes: of operands that are copied for it. Backward has the copies in place of the operands, but
-                these are there, too, until all is made.
+                these are there, too, until all is made, and in forward until the block returns.
         """
         self.handed.add(result)
+        self.until_return += [heap.hold(result), heap.new(result.held.name, "temporary", copied_bytes)]
         self.copied[drawn] = copied_bytes
         self.makes(heap, drawn, (*operands, result), keeps=False)
 
@@ -133,8 +137,9 @@ class Frame:
                 heap.drop(storage)
         reads, held = [source for storage in self._needed for source in self.made[storage]], self.held
         self.held = [heap.hold(each) for each in dict.fromkeys(reads) if each not in self.made or each in self.kept]
-        for storage in held:
+        for storage in (*held, *self.until_return):
             heap.drop(storage)
+        self.until_return.clear()
 
     @cached_property
     def _needed(self) -> list[Storage]:
@@ -163,7 +168,7 @@ class Frame:
         """Make everything again that will be used; the block that runs its backward next gathers from here on."""
         heap.moment(f"recompute {self.name}")
         self.start(heap)
-        if self.before is not None:
+        if self.before is not None and self.gathers:
             self.before.start(heap)
         last = {source: storage for storage in self._needed for source in self.made[storage]}
         copies = []

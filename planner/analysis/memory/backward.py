@@ -12,32 +12,38 @@ def run_backward(walk: Walk, roots: list[Value]) -> None:
     """Run backward from these values."""
     heap = walk.heap
     starts = [(*value.made, value.bytes) for value in roots if value.made is not None]
-    reached = _reached_from([tape for tape, *_ in starts])
-    for tape in walk.tapes:
-        if tape not in reached:
-            if walk.skips and (tape.saved or tape.again):
-                raise UnevenError
-            for storage in tape.saved:
-                heap.drop(storage)
-            for frame, storage in tape.again:
-                frame.uses[storage] -= 1
+    reached = reached_from(walk, [tape for tape, *_ in starts])
     for tape, result, size in starts:
         tape.incoming[result] = heap.new("gradient of the loss", "temporary", size)
     skipped = list(walk.kept)
     for tape in reversed([tape for tape in walk.tapes if tape in reached]):
         while skipped and not is_before(tape.block) and tape.block < skipped[-1].end:
             run_skipped_backward(walk, skipped.pop())
-        _run_node(walk, tape)
+        run_node(walk, tape)
     for skip in reversed(skipped):
         run_skipped_backward(walk, skip)
-    _receive(walk)
+    receive(walk)
 
 
-def _receive(walk: Walk) -> None:
+def receive(walk: Walk) -> None:
     """What was sent to be reduced is no longer needed."""
     if walk.sent is not None:
         walk.heap.drop(walk.sent)
         walk.sent = None
+
+
+def reached_from(walk: Walk, roots: list[Tape]) -> dict[Tape, None]:
+    """The nodes that backward runs; what others saved is let go."""
+    reached = _reached_from(roots)
+    for tape in walk.tapes:
+        if tape not in reached:
+            if walk.skips and (tape.saved or tape.again):
+                raise UnevenError
+            for storage in tape.saved:
+                walk.heap.drop(storage)
+            for frame, storage in tape.again:
+                frame.uses[storage] -= 1
+    return reached
 
 
 def _reached_from(roots: list[Tape]) -> dict[Tape, None]:
@@ -51,7 +57,7 @@ def _reached_from(roots: list[Tape]) -> dict[Tape, None]:
     return found
 
 
-def _run_node(walk: Walk, tape: Tape) -> None:
+def run_node(walk: Walk, tape: Tape) -> None:
     """Run one node of backward."""
     heap = walk.heap
     if tape.keeps:
@@ -60,7 +66,7 @@ def _run_node(walk: Walk, tape: Tape) -> None:
     heap.moment(f"backward {tape.name}")
     saved = [*tape.saved, *(frame.take(heap, storage) for frame, storage in tape.again)]
     if tape.sends:
-        _receive(walk)
+        receive(walk)
     works = heap.new(tape.name, "temporary", tape.works)
     if tape.sends:
         walk.sent = heap.hold(works)
@@ -82,6 +88,11 @@ def _run_node(walk: Walk, tape: Tape) -> None:
         heap.drop(storage)
     for target, storage in arriving:
         _arrive(walk, target, storage)
+    for target in tape.targets:
+        if target.tape.awaits:
+            target.tape.awaits -= 1
+            if not target.tape.awaits:
+                heap.settle(target.tape.incoming[target.result], target.tape.name)
 
 
 def _arrive(walk: Walk, target: Target, storage: Storage) -> None:

@@ -12,9 +12,11 @@ from planner.analysis.memory.remat_demand import gathered_again
 from planner.analysis.memory.storages import Storage
 from planner.analysis.memory.walk import Walk
 from planner.formulation.decision_names import called
-from planner.formulation.resharding import local_bytes
+from planner.formulation.remat.levels import Level
+from planner.formulation.resharding import Route, local_bytes
 from planner.ir.folding import Instance
 from planner.ir.graph import Node, Ref, TensorType
+from planner.ir.layout import MICRO, Shard
 from planner.ops import OPS
 from planner.ops.function import holds, works
 from planner.ops.saved_tensors import SCORES, beside, is_exact, is_own, own_bytes, saved_tensors
@@ -26,9 +28,8 @@ def _is_index(saved: Saved, types: Sequence[TensorType]) -> bool:
     return saved.kind == "in" and "float" not in types[saved.place].dtype
 
 
-def run(walk: Walk, instance: Instance, nth: int, inputs: dict[Ref, Value]) -> dict[Ref, Value]:
-    """Run one instance at its level of recomputation."""
-    level = walk.assignment.recompute.level(instance.kind, nth)
+def run(walk: Walk, instance: Instance, level: Level, inputs: dict[Ref, Value]) -> dict[Ref, Value]:
+    """Run one instance at a level of recomputation."""
     walk.holding = []
     if level == "none":
         return _run_block(walk, instance, inputs)
@@ -77,8 +78,7 @@ def _run_operator(walk: Walk, node: Node, frame: dict[Ref, Value], ready: dict[R
     for position, ref in enumerate(node.inputs):
         key = (ref, choice.operands[position])
         if key not in converted:
-            gathered = ready.get(ref)
-            route = () if gathered else walk.assignment.operand_route(node, position)
+            gathered, route = _as_used(walk, node, position, ready)
             keeps = walk.frame is not None and position not in walk.frame.again.taken[walk.frame.at[node.name]]
             converted[key] = convert(walk, gathered or frame[ref], types[position], route, ref, keeps)
         operands.append(converted[key])
@@ -90,6 +90,21 @@ def _run_operator(walk: Walk, node: Node, frame: dict[Ref, Value], ready: dict[R
         ref = Ref(node.name, number)
         resharded[ref] = reshard_shared(walk, ref, value) if walk.space.is_read(ref) else value
     return resharded
+
+
+def _as_used(walk: Walk, node: Node, position: int, ready: dict[Ref, Value]) -> tuple[Value | None, Route]:
+    """A parameter that was gathered before, by its block or once a step, and what is left of an operand's way."""
+    ref = node.inputs[position]
+    if ref in ready:
+        return ready[ref], ()
+    layout = walk.assignment.choice(node).operands[position]
+    used = walk.used.get((ref, layout))
+    if used is None:
+        return None, walk.assignment.operand_route(node, position)
+    if not isinstance(layout[0], Shard):  # of micro-batches, which are the first axis
+        return used, ()
+    route = (*walk.assignment.shared_route(ref), *walk.assignment.operand_route(node, position))
+    return used, tuple(step for step in route if walk.mesh.axes[step.axis].name == MICRO)
 
 
 def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands: list[Value]) -> list[Value]:

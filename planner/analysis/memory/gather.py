@@ -57,13 +57,16 @@ def _is_crossing(walk: Walk, step: ReshardStep) -> bool:
 def gather(walk: Walk, block: Block, frame: dict[Ref, Value]) -> dict[Ref, Value]:
     """Parameters that are gathered, and whose gradients are reduced, together: an autograd node per axis; held."""
     ready: dict[Ref, Value] = {}
+    if walk.used:
+        return ready
     ahead = walk.assignment.ahead(block)
     for number, bucket in enumerate(walk.assignment.gather_buckets(block)):
         current = [frame[ref] for ref in bucket]
         for value in current:
             walk.heap.hold(value.storage)
+        once = walk.assignment.summed_together(bucket)  # not in a micro-batch
         for place, steps in enumerate(zip(*bucket.values(), strict=True)):
-            if _is_crossing(walk, steps[0]):
+            if place >= once and _is_crossing(walk, steps[0]):
                 is_ahead = place == ahead.get(number)
                 current = prefetch(walk, current, bucket, steps, number if is_ahead else None)
         ready.update(zip(bucket, current, strict=True))
@@ -104,6 +107,7 @@ def following_of(walk: Walk) -> dict[int, int]:
 
 def _start_following(walk: Walk) -> None:
     """Gather what the next block uses."""
+    walk.heap.starts_next()
     following = walk.following.get(walk.number)
     if following is None:
         return
@@ -139,6 +143,7 @@ def _gather(
     underway = None if ahead is None else walk.underway.pop((walk.number, ahead), None)
     own, every = underway or _start(walk, parts, names, sizes)
     if ahead is not None:
+        walk.ahead += [own, every]
         _start_following(walk)
         if walk.frame is not None:
             walk.frame.ahead += [own, every]

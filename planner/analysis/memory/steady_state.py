@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from planner.formulation.assignment import Assignment
 from planner.formulation.variables import Variable
@@ -64,18 +65,25 @@ class Wiring:
         self.instances = self.space.folded.instances
         self._leaving = frozenset(self.space.leaving)
         self._converted: dict[Variable, bool] = {}
-        self.made: dict[Ref, int] = {}
-        self.last: dict[Ref, int] = {}
+
+    @cached_property
+    def labels(self) -> list[int]:
         numbers: dict[object, int] = {}
-        self.labels = []
-        for number, (instance, (kind, nth)) in enumerate(
-            zip(self.instances, self.space.decision_graph.blocks.numbers, strict=True)
-        ):
-            self.made.update(dict.fromkeys(instance.block.outputs, number))
-            self.last.update(dict.fromkeys(instance.block.outputs, number))
-            self.last.update(dict.fromkeys(instance.block.inputs, number))
-            key = kind, assignment.recompute.level(kind, nth)
-            self.labels.append(numbers.setdefault(key, len(numbers)))
+        each = zip(self.instances, self.space.decision_graph.blocks.numbers, strict=True)
+        keys = ((kind, self.assignment.recompute.level(kind, nth)) for _, (kind, nth) in each)
+        return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+    @cached_property
+    def made(self) -> dict[Ref, int]:
+        return {ref: number for number, instance in enumerate(self.instances) for ref in instance.block.outputs}
+
+    @cached_property
+    def last(self) -> dict[Ref, int]:
+        found: dict[Ref, int] = {}
+        for number, instance in enumerate(self.instances):
+            found.update(dict.fromkeys(instance.block.outputs, number))
+            found.update(dict.fromkeys(instance.block.inputs, number))
+        return found
 
     def alike(self, run: Run) -> Iterator[Run]:
         """The parts of a run, by labels, in which each instance is wired as the one a period before it."""

@@ -77,7 +77,8 @@ def follow(walk: Walk) -> Usage:
         heap.enter("forward", number)
         instance = walk.instances[number]
         inputs, before = {ref: values[ref] for ref in instance.block.inputs}, len(walk.tapes)
-        values.update(run(walk, instance, walk.space.decision_graph.blocks.numbers[number][1], inputs))
+        nth = walk.space.decision_graph.blocks.numbers[number][1]
+        values.update(run(walk, instance, walk.assignment.recompute.level(instance.kind, nth), inputs))
         for ref in dropped.get(number, ()):
             if ref in values:
                 heap.drop(values.pop(ref).storage)

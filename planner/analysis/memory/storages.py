@@ -130,6 +130,12 @@ class StorageTracker:
         self.moments.append((what, self.total))
         self._moments_of.append(self._block)
 
+    def starts_next(self) -> None:
+        """From here on parameters of the block that runs next are gathered."""
+
+    def settle(self, storage: Storage | None, name: str) -> None:
+        """The gradient of a parameter of this name is complete, and stays."""
+
     def totals(self) -> dict[Place, list[int]]:
         """Bytes of the moments of every block, in order."""
         found: dict[Place, list[int]] = {}

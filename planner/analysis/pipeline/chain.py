@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 
-from planner.analysis.pipeline.gathered_parameters import coming, gathered_by, owned, parted, savers_of, working_moments
-from planner.analysis.pipeline.leaf_memory import Leaves, Parts, Use, by_use
+from planner.analysis.memory.block import BlockMemory
+from planner.analysis.pipeline.block_memories import BlockMemories
+from planner.analysis.pipeline.leaf_memory import Leaves, Parts, by_use
 from planner.base.symbolic_float import at_least_zero
 from planner.formulation.assignment import Assignment
-from planner.formulation.remat.levels import NOTHING, Amount, Level, Levels, Recompute
-from planner.formulation.remat.saved_accounting import Places
+from planner.formulation.local_costs import Work
+from planner.formulation.remat.levels import Level, Levels
 from planner.formulation.resharding import local_bytes
 from planner.formulation.stage_boundaries import crossing, sent
 from planner.ir.graph import Node, Ref
@@ -60,21 +61,15 @@ class Link:
         held: what of the block's held bytes is of which use, see :data:`planner.analysis.memory.storages.USES`.
         input_bytes: what of them are inputs of the model, which every rank is given.
         gradients: of the gradients that come when it runs its backward first, bytes by use.
-        shared_gradients: the same of the leaves that it counts as its own and others read too, by name.
         levels: for each way to save, the level of recomputation that it is.
-        working_bytes: for each way to save, what its operators need while they run and what it has recomputed.
-        gathered_bytes: for each way to save, how much of that is parameters gathered for this micro-batch.
-        coming_bytes: of its parameters that are on their way while the block before computes.
-        coming_again_bytes: for each way to save, of those that are on their way in backward, to be gathered again.
+        working_bytes: for each way to save, what backward has at its fullest beside what is saved.
         gathered_s: for each way to save, what of its recomputing is gathering parameters again.
-        saved: for each way to save and each operator, which of its tensors it saves; leaves are not among them.
+        gathers_ahead: whether its parameters are gathered while the block before computes.
         at_end_bytes: what is there besides at the end of the step, when gradients are reduced.
         reduced_bytes: and while those of the block are, which go together.
-        parted_bytes: what a backward in two parts keeps of a micro-batch for the second one, beside what is saved.
-        sent_bytes: of what is sent on behind the block, where a stage ends there.
-        returned_bytes: of the gradients that come back.
+        memories: the simulated blocks of the assignment.
         shared: the leaves that other blocks read too, by name. The first block that reads one counts it as its own.
-        uses: of the parameters that several operators of the model read.
+        uses: the trained parameters among these that are gathered once a step, and bytes of the gradient of each use.
     """
 
     block: ChainBlock
@@ -85,21 +80,15 @@ class Link:
     held: Mapping[str, int]
     input_bytes: int
     gradients: Mapping[str, int]
-    shared_gradients: tuple[tuple[str, Mapping[str, int]], ...]
     levels: tuple[Level, ...]
     working_bytes: tuple[int, ...]
-    gathered_bytes: tuple[int, ...]
-    coming_bytes: int
-    coming_again_bytes: tuple[int, ...]
     gathered_s: tuple[float, ...]
-    saved: tuple[tuple[Places, ...], ...]
+    gathers_ahead: bool
     at_end_bytes: int
     reduced_bytes: int
-    parted_bytes: int
-    sent_bytes: int
-    returned_bytes: int
+    memories: BlockMemories = field(compare=False, repr=False)
     shared: tuple[tuple[str, Shared], ...] = ()
-    uses: tuple[Use, ...] = ()
+    uses: tuple[tuple[str, int], ...] = ()
 
     @property
     def once_s(self) -> float:
@@ -114,10 +103,7 @@ class Link:
             block=replace(self.block, savings=self.block.savings[-1:]),
             levels=self.levels[-1:],
             working_bytes=self.working_bytes[-1:],
-            gathered_bytes=self.gathered_bytes[-1:],
-            coming_again_bytes=self.coming_again_bytes[-1:],
             gathered_s=self.gathered_s[-1:],
-            saved=self.saved[-1:],
         )
 
 
@@ -182,7 +168,10 @@ class _Chain:
         self.assignment, self.space = assignment, assignment.space
         self.graph, self.folded = self.space.graph, self.space.folded
         self.levels, self.leaves = levels, Leaves(assignment, versions)
+        self.memories = BlockMemories(assignment)
         self._known: dict[object, Link] = {}
+        self._works: dict[str, Work] = {}
+        self._crossing_places: dict[int, tuple[int, ...]] = {}
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
@@ -195,20 +184,15 @@ class _Chain:
         back = sum(size for ref, size in sizes.items() if ref in self.graph.differentiated)
         leaves = self.leaves.first_read[number]
         shared = tuple(name for name in leaves if self.leaves.is_read_elsewhere(name))
-        entered = tuple(self.assignment.consumer_layout(ref) for ref in instance.block.inputs)
-        left = tuple((self.space.is_read(ref), self._leaving(ref)) for ref in instance.block.outputs)
-        first = tuple(self._savers.get(ref, [number])[0] == number for ref in instance.block.inputs)
+        saved = self._crossing_into(number)
+        first = tuple(self._first_savers.get(ref, number) == number for ref in saved)
         kept = sum(self.leaves.outputs(number).values())
-        key = (instance.kind, entered, left, shared, first, sum(sizes.values()), back, kept)
+        key = (self.memories.alike(number), shared, first, sum(sizes.values()), back, kept)
         if key not in self._known:
             self._known[key] = self._work_out(number, leaves, sum(sizes.values()), back)
         read = dict.fromkeys(ref.node for ref in instance.block.inputs if ref.node in self._shared)
         uses = tuple(self.leaves.uses(number))
         return replace(self._known[key], shared=tuple((name, self._shared[name]) for name in read), uses=uses)
-
-    @cached_property
-    def _savers(self) -> dict[Ref, list[int]]:
-        return savers_of(self.assignment)
 
     @cached_property
     def _shared(self) -> dict[str, Shared]:
@@ -224,7 +208,7 @@ class _Chain:
             is_summed = leaf.op == "param" and leaf.results[0].grad
             sum_s = self.space.cost.collective_s("all_reduce", pair, size) if is_summed else 0.0
             update_s, _ = self.space.storage(leaf, layout)
-            parts = self.leaves.shared(name, is_saved=len(self._savers.get(Ref(name), ())) > 1)  # other ranks save it
+            parts = self.leaves.shared(name)
             held, gradients, at_end, _ = map(by_use, parts if leaf.op != "input" else Parts())
             once = gather_s * times, reduce_s * times, update_s, sum_s
             found[name] = Shared(held, gradients, at_end.total(), *once)
@@ -241,57 +225,86 @@ class _Chain:
         for node in instance.block.nodes:
             self._run(sums, node)
         parts = self.leaves.parts(number)
-        is_shared = {name for name in leaves if self.leaves.is_read_elsewhere(name)}
-        gradients = by_use(part for part in parts.gradients if part.leaf not in is_shared)
-        shared = {name: by_use(p for p in parts.gradients if p.leaf == name) for name in leaves if name in is_shared}
-        held = by_use(parts.always)
+        held, gradients = by_use(parts.always), by_use(parts.gradients)
         held["activations"] += sum(self.leaves.outputs(number).values())
-        gathered = gathered_by(self.assignment, number, self._savers)
-        levels = self.levels.of(instance.kind) if gathered.lets_go.total() else self.levels.computed(instance.kind)
+        before = (self.leaves.versions - 1) * gradients.total()
+        kind = instance.kind
+        levels = self.levels.computed(kind) if kind in self._gathering_nothing else self.levels.of(kind)
         again_s = [self._again_s(number, level) for level in levels]
-        saved = tuple(self._saved(number, level) for level in levels)
-        savings = tuple(
-            RematOption(made_s + gathered_s, self._bytes_of(number, places, level) + gathered.saved_bytes(level))
-            for (made_s, gathered_s), level, places in zip(again_s, levels, saved, strict=True)
-        )
+        memories = [self.memories.of(number, level) for level in levels]
+        saved = [self._saved_bytes(number, memory) for memory in memories]
         return Link(
             block=ChainBlock(
-                name=self.folded.names[instance.kind],
+                name=self.folded.names[kind],
                 forward_s=sums.forward_s,
                 input_s=sums.input_s,
                 weight_s=sums.weight_s,
-                held_bytes=sum(held.values()),
-                savings=savings,
+                held_bytes=sum(held.values()) + before,
+                savings=tuple(RematOption(sum(each_s), size) for each_s, size in zip(again_s, saved, strict=True)),
                 send_s=send_s,
-                gradient_bytes=by_use(parts.gradients).total(),
+                gradient_bytes=gradients.total(),
             ),
             communication_s=sums.communication_s,
             gather_s=sums.gather_s,
             reduce_s=at_least_zero(sums.reduce_s - sums.hidden_s),
             update_s=sums.update_s,
             held=held,
-            input_bytes=sum(part.bytes for part in parts.always if self.graph.by_name[part.leaf].op == "input"),
-            gradients=gradients,
-            shared_gradients=tuple(shared.items()),
-            levels=levels,
-            working_bytes=tuple(
-                max(working_moments(self.assignment, number, each, gathered), default=0) for each in levels
+            input_bytes=sum(
+                part.bytes * part.times for part in parts.always if self.graph.by_name[part.leaf].op == "input"
             ),
-            gathered_bytes=tuple(map(gathered.there_bytes, levels)),
-            coming_bytes=coming(self.assignment, number).total(),
-            coming_again_bytes=tuple(coming(self.assignment, number, level).total() for level in levels),
+            gradients=gradients,
+            levels=levels,
+            working_bytes=tuple(memory.working_bytes for memory in memories),
             gathered_s=tuple(gathered_s for _, gathered_s in again_s),
-            saved=saved,
+            gathers_ahead=memories[0].coming_bytes > 0,
             at_end_bytes=by_use(parts.at_end).total(),
             reduced_bytes=by_use(parts.reduced).total(),
-            parted_bytes=sum(size for _, size in parted(self.assignment, instance)),
-            sent_bytes=sent_bytes,
-            returned_bytes=returned_bytes,
+            memories=self.memories,
         )
+
+    @cached_property
+    def _gathering_nothing(self) -> set[int]:
+        return self.assignment.gathering_nothing
+
+    def _saved_bytes(self, number: int, memory: BlockMemory) -> int:
+        """Bytes that a block saves of a micro-batch: what it makes, and inputs that no earlier block saves, where
+        others save as little as they may.
+        """
+        inputs = dict(zip(self.folded.instances[number].block.inputs, memory.saves, strict=True))
+        first = (ref for ref in self._crossing_into(number) if self._first_savers.get(ref, number) == number)
+        return memory.saved_bytes + sum(self.memories.given_bytes(ref) for ref in first if inputs[ref])
+
+    def _crossing_into(self, number: int) -> tuple[Ref, ...]:
+        """The inputs of a block that are in memory of a micro-batch."""
+        inputs = self.folded.instances[number].block.inputs
+        found = self._crossing_places.get(self.memories.alike(number))
+        if found is None:
+            found = tuple(place for place, ref in enumerate(inputs) if self.memories.given_bytes(ref))
+            self._crossing_places[self.memories.alike(number)] = found
+        return tuple(inputs[place] for place in found)
+
+    @cached_property
+    def _first_savers(self) -> dict[Ref, int]:
+        """The first block that saves a value which crosses from block to block, if those that could save less do."""
+        found: dict[Ref, int] = {}
+        known: dict[int, tuple[list[int], list[int]]] = {}
+        for number, instance in enumerate(self.folded.instances):
+            alike, block = self.memories.alike(number), instance.block
+            if alike not in known:
+                memory = self.memories.of(number, self.levels.computed(instance.kind)[-1])
+                crossing = {*self._crossing_into(number)}
+                inputs = zip(block.inputs, memory.saves, strict=True)
+                saved = [place for place, (ref, saves) in enumerate(inputs) if saves and ref in crossing]
+                made = [at for at, output in enumerate(memory.outputs) if output.is_saved or output.like < 0]
+                known[alike] = saved, made
+            saved, made = known[alike]
+            for ref in (*(block.inputs[place] for place in saved), *(block.outputs[place] for place in made)):
+                found.setdefault(ref, number)
+        return found
 
     def _run(self, sums: _Sums, node: Node) -> None:
         """Add an operator, with the reshardings of its operands and of what it delivers."""
-        work = self.space.work(node, self.assignment.choice(node))
+        work = self._work(node)
         weighted_s = work.backward_s / 2 if self._has_weights(node) else 0.0
         sums.forward_s += work.forward_s + work.inner_forward_s
         sums.input_s += work.backward_s - weighted_s + work.inner_backward_s
@@ -306,6 +319,12 @@ class _Chain:
                 sums.forward_s += there_s
                 sums.input_s += back_s
                 sums.communication_s = sums.communication_s + there_s + back_s
+
+    def _work(self, node: Node) -> Work:
+        """Seconds of an operator, asked for once for all levels."""
+        if node.name not in self._works:
+            self._works[node.name] = self.space.work(node, self.assignment.choice(node))
+        return self._works[node.name]
 
     def _convert_once(self, sums: _Sums, ref: Ref, source: Layout, target: Layout) -> None:
         """Add what is gathered before all micro-batches and reduced after them, and adding up the gradients of each; or
@@ -368,38 +387,6 @@ class _Chain:
             return self._is_weight(node.inputs[0])
         return node.op == "param"
 
-    def _saved(self, number: int, level: Level) -> tuple[Places, ...]:
-        """What of each operator's tensors a block keeps for backward, where others keep as little as they may."""
-        instance, recompute = self.folded.instances[number], NOTHING
-        if level != "none":
-            last = [self.levels.computed(kind)[-1] for kind in range(len(self.folded.kinds))]
-            last[instance.kind] = level
-            sizes = map(len, self.folded.kinds)
-            recompute = Recompute(tuple(Amount.of({each: size}) for each, size in zip(last, sizes, strict=True)))
-        return tuple(
-            tuple(
-                place
-                for place in self.space.decision_graph.blocks.charge(node, recompute)
-                if not self._is_held(node, place)
-            )
-            for node in instance.block.nodes
-        )
-
-    def _is_held(self, node: Node, place: int) -> bool:
-        """Whether a tensor of an operator is part of an input, which is there with all its micro-batches."""
-        if place >= len(node.inputs) or not self.leaves.is_cut(self.graph.by_name[node.inputs[place].node]):
-            return False
-        return self.assignment.choice(node).operands[place] == self.assignment.produced(node.inputs[place])
-
-    def _bytes_of(self, number: int, saved: Sequence[Places], level: Level) -> int:
-        """Bytes of some of the tensors of a block's operators, and of what those keep that do not run again."""
-        instance = self.folded.instances[number]
-        tensors = sum(
-            self.space.bytes_of(node, self.assignment.choice(node), each)
-            for node, each in zip(instance.block.nodes, saved, strict=True)
-        )
-        return tensors + sum(own for _, own in owned(self.assignment, instance, level, again=False))
-
     def _again_s(self, number: int, level: Level) -> tuple[float, float]:
         """Seconds of what a block recomputes, and of gathering parameters for that."""
         if level == "none":
@@ -409,7 +396,7 @@ class _Chain:
         for at, node in enumerate(instance.block.nodes):
             choice = self.assignment.choice(node)
             if at in again.operators:
-                work = space.work(node, choice)
+                work = self._work(node)
                 made_s += work.forward_s + work.inner_forward_s
             wanted = {(node.inputs[i], choice.operands[i]) for i in again.taken[at]}
             moves = [(ref, self.assignment.consumer_layout(ref), to) for ref, to in wanted]

@@ -23,23 +23,6 @@ from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Layout, P, Shard
 
 
-class Use(NamedTuple):
-    """A parameter that several operators read, in a layout in which some of a block do.
-
-    Attributes:
-        readers: how many of the block do.
-        bytes: of the gradient that they find, beside the last one of them.
-        held: of it, what is there from the first micro-batch on and counted nowhere else, unless this is the only use.
-        together: whether those of other blocks find the same gradient, and not each block one of its own.
-    """
-
-    name: str
-    readers: int
-    bytes: int
-    held: int
-    together: bool
-
-
 class LeafTensor(NamedTuple):
     """A tensor that is there of a leaf.
 
@@ -65,7 +48,7 @@ class Parts(NamedTuple):
     """What is there of leaves.
 
     Attributes:
-        always: through all of the step; of more than one version of the weights also gradients of the batch before.
+        always: through all of the step.
         gradients: from the first backward on, what micro-batches add to.
         at_end: besides, when gradients are reduced at the end of the step.
         reduced: and while those of the block itself are, as they are sent together.
@@ -143,7 +126,7 @@ class Leaves:
 
     def is_read_elsewhere(self, name: str) -> bool:
         """Whether a leaf is none of a block's own."""
-        return len(self.space.variable_of[name]) == 2
+        return len(self.space.variable_of[name]) == 2  # those that one block reads are numbered by kind and place
 
     def _taken(self, number: int) -> Iterator[tuple[Ref, Layout]]:
         """What operators of a block read, in which layout, each once for each operator."""
@@ -195,9 +178,7 @@ class Leaves:
         if whole and self.space.unsharding.once_per_step:
             held = LeafTensor(name, STORED, "parameters", size), state
             return Parts(held, at_end=(gradient,)) if is_late else Parts(held, (gradient,))
-        return Parts(
-            (LeafTensor(name, STORED, "parameters", size, versions), state, *self._before(gradient)), (gradient,)
-        )
+        return Parts((LeafTensor(name, STORED, "parameters", size, versions), state), (gradient,))
 
     def _when_gathered(self, name: str, whole: int) -> Parts:
         """Of all versions of a parameter that is gathered, what is there beside what is stored.
@@ -211,12 +192,7 @@ class Leaves:
         gathered = LeafTensor(name, GATHERED, "gathered", whole, self.versions)
         if not self._is_gathered_twice(name):
             return Parts((gathered,))
-        return Parts((gathered, *self._before(gradient)), (gradient,))
-
-    def _before(self, gradient: LeafTensor) -> Iterator[LeafTensor]:
-        """Those of the batches before, of other versions of the weights."""
-        if self.versions > 1:
-            yield gradient._replace(words=f"{gradient.words} of the batch before", times=self.versions - 1)
+        return Parts((gathered,), (gradient,))
 
     def outputs(self, number: int, terms: int | None = None) -> dict[str, int]:
         """Bytes of the model's outputs that a block makes and the step keeps, by the operator that does: whole from the
@@ -242,26 +218,14 @@ class Leaves:
                 found[ref.node] += size * times
         return dict(found)
 
-    def uses(self, number: int) -> Iterator[Use]:
-        """The parameters of a block that several operators read, there or in other blocks; none that each micro-batch
-        gathers.
-        """
-        instance, is_read = self.space.folded.instances[number], self.space.decision_graph.variables.readers
-        if self.space.training.tier != "device":
-            return
-        once = self.space.unsharding.once_per_step
-        leaves = (ref for ref in instance.block.inputs if self._is_trained(self.graph.by_name[ref.node]))
-        several = {ref for ref in leaves if is_read(ref) > 1}
-        readers = Counter[tuple[Ref, Layout]]()
-        for node in instance.block.nodes if several else ():
-            uses = zip(node.inputs, self.assignment.choice(node).operands, strict=True)
-            readers.update({(ref, layout) for ref, layout in uses if ref in several})
-        for (ref, layout), count in readers.items():
-            size = local_bytes(self.graph.type_of(ref), layout, self.mesh)
-            is_gathered = self.gathered(ref, self.assignment.consumer_layout(ref), layout) > 0
-            if once or not (is_gathered or self.resharded(ref.node)):
-                held = self.versions * size if once and not is_gathered else 0
-                yield Use(ref.node, count, size if once else 2 * size, held, not once)  # it waits, and the sum comes
+    def uses(self, number: int) -> Iterator[tuple[str, int]]:
+        """The trained parameters of a block that other blocks read too, and bytes as they are used all step."""
+        instance, space = self.space.folded.instances[number], self.space
+        leaves = (self.graph.by_name[ref.node] for ref in instance.block.inputs if self.is_read_elsewhere(ref.node))
+        several = {Ref(leaf.name) for leaf in leaves if leaf.is_leaf and self._is_trained(leaf)}
+        if several and space.unsharding.once_per_step:
+            used = ((ref, at) for ref, at in self._taken(number) if ref in several)
+            yield from ((ref.node, local_bytes(self.graph.type_of(ref), at, self.mesh)) for ref, at in used)
 
     def _summed(self, ref: Ref, source: Layout, target: Layout) -> int:
         space = self.space
@@ -275,16 +239,11 @@ class Leaves:
             0 if self.gathered(ref, source, target) and space.unsharding.once_per_step else size
         )  # which has one of its own
 
-    def shared(self, name: str, *, is_saved: bool) -> Parts:
-        """Of a leaf on another rank, whose blocks read it too.
-
-        Args:
-            is_saved: whether that rank holds what each micro-batch gathers of it from forward to backward.
-        """
+    def shared(self, name: str) -> Parts:
+        """Of a leaf on another rank, whose blocks read it too."""
         whole = self.resharded(name)
         found = self._stored(name, whole, is_late=whole > 0 and self._is_gathered_twice(name))
-        found += self._when_gathered(name, whole)
-        return found + Parts((LeafTensor(name, GATHERED, "gathered", whole),) * (is_saved and whole > 0))
+        return found + self._when_gathered(name, whole)
 
     def is_cut(self, leaf: Node) -> bool:
         """Whether micro-batches are parts of an input, in its memory."""

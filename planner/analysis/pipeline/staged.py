@@ -174,11 +174,6 @@ class Staged:
         """See :meth:`MicroBatchTimes.bubble`."""
         return self.times.bubble(self.pipeline.micro_batches, self.step_s)
 
-    @property
-    def memory_bytes(self) -> dict[str, int]:
-        """Bytes by use on the rank with the highest peak."""
-        return self.alive.by_use(self.peak_rank)
-
 
 def stage(
     links: Sequence[Link],
@@ -231,7 +226,7 @@ def _cut(
     none, whatever it takes, one that waits for them.
     """
     for prefetch in (True, False):
-        if prefetch or any(link.coming_bytes for link in links):
+        if prefetch or any(link.gathers_ahead for link in links):
             found = _cut_so(links, pipeline, limit_bytes, cutoff_s, effort, prefetch)
             if found is not None:
                 return found

@@ -95,7 +95,7 @@ def _op_detail(
         forward_s=work.forward_s,
         backward_s=work.backward_s,
         saved_bytes=space.saved_bytes(node, choice, assignment.recompute),
-        transient_bytes=work.transient_bytes,
+        transient_bytes=space.transient_bytes(node, choice),
         inner=tuple(inner),
         inner_s=work.inner_s,
         stands_for=fillings(paths),

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from planner.analysis.memory import Usage, usage
 from planner.analysis.memory.storages import is_before
+from planner.analysis.pipeline.peak_report import peak_micro_batched
 from planner.analysis.prediction import seconds_by_use
 from planner.base.errors import PinError, PlanError
 from planner.base.formatting import in_bytes, in_lines, in_seconds, labelled
@@ -171,7 +172,7 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
         return WhyNot(pin, *facts, conflict=conflict_of(recipe))
     staged = found.staged
     if staged is not None:
-        time_s, memory_bytes = staged.time_s, staged.memory_bytes
+        time_s, memory_bytes = staged.time_s, peak_micro_batched(found.assignment, staged).by_use()
         blocks: tuple[BlockDifference, ...] = ()
     else:
         memory = found.memory or usage(found.assignment)

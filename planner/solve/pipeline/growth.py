@@ -16,7 +16,8 @@ from fractions import Fraction
 import numpy as np
 
 from planner.base.errors import ScheduleError
-from planner.solve.pipeline.schedule import fullest, period
+from planner.solve.pipeline.running import running
+from planner.solve.pipeline.schedule import period
 from planner.solve.pipeline.simulate import Path, Times, critical, repeating, step_s
 from planner.solve.pipeline.stages import Pipeline
 
@@ -56,8 +57,8 @@ class Growth:
         counts: those for which it is so.
         work: how often the longest path does the forward, input and weight part of each stage [part][stage].
         sends: how often it goes from each stage to the next or back.
-        held: for each rank and each of its fullest moments, how many micro-batches each of its stages holds; whether
-            gradients are added up by then is the same for all counts.
+        held: for each rank and each of its fullest moments the numbers of
+            :class:`planner.solve.pipeline.running.Running`; all else of that is the same for all counts.
         late: for how many micro-batches each stage finds the gradients of weights in an action of their own.
     """
 
@@ -128,7 +129,7 @@ class _At:
         p = replace(pipeline, micro_batches=count)
         self.count, self.times = count, times
         self.step_s = step_s(p.schedule, p.ranks, count, p.virtual_stages, times)
-        self.held = fullest(p.schedule, p.ranks, count, p.virtual_stages)
+        self.held = running(p.schedule, p.ranks, count, p.virtual_stages)
         self.late = p.late
 
 
@@ -161,19 +162,19 @@ class _Line:
     def growth(self, counts: Counts) -> Growth:
         """All of it, for some counts."""
         lines = iter(self.lines)
-        held = tuple(tuple(tuple(next(lines) for _ in moment.counts) for moment in rank) for rank in self.now.held)
+        held = tuple(tuple(tuple(next(lines) for _ in each.numbers) for each in rank) for rank in self.now.held)
         work = tuple(tuple(map(_line, *rows)) for rows in zip(self.start.work, self.each.work, strict=True))
         return Growth(counts, work, tuple(map(_line, self.start.sends, self.each.sends)), held, tuple(lines))
 
 
-def _form(at: _At) -> list[list[tuple[int, bool]]]:
-    """The moments that each rank has: of how many stages, and whether gradients are added up then."""
-    return [[(len(moment.counts), moment.added) for moment in rank] for rank in at.held]
+def _form(at: _At) -> list[list[object]]:
+    """The moments that each rank has, without numbers."""
+    return [[each.form for each in rank] for rank in at.held]
 
 
 def _flat(at: _At) -> list[int]:
-    """How many micro-batches are held, and how many are late."""
-    return [*(count for rank in at.held for moment in rank for count in moment.counts), *at.late]
+    """How much is held beside each action, and how many micro-batches are late."""
+    return [*(number for rank in at.held for each in rank for number in each.numbers), *at.late]
 
 
 def _line(start: float, each: float) -> Line:

@@ -104,15 +104,6 @@ class Schedule:
         found = Counter(action.stage for action in self.actions if action.kind == "W")
         return tuple(found[stage] for stage in range(self.stages))
 
-    @cached_property
-    def parted(self) -> tuple[int, ...]:
-        """Of how many micro-batches at most each stage found the gradients of inputs, and not yet those of weights."""
-        most, now = Counter[int](), Counter[int]()
-        for action in self.actions:
-            now[action.stage] += (action.kind == "I") - (action.kind == "W")
-            most[action.stage] = max(most[action.stage], now[action.stage])
-        return tuple(most[stage] for stage in range(self.stages))
-
     @property
     def actions(self) -> Iterator[Action]:
         """Those of all ranks, in no order."""
@@ -188,15 +179,10 @@ def period(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> in
 
 def fullest(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[InFlight, ...], ...]:
     """:attr:`Schedule.moments` by the schedule's name: those of a shorter step, since longer ones hold no more."""
-    return _short(name, ranks, micro_batches, virtual_stages).moments
+    return shortened(name, ranks, micro_batches, virtual_stages).moments
 
 
-def parted(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[int, ...]:
-    """:attr:`Schedule.parted` by the schedule's name, as :func:`fullest`."""
-    return _short(name, ranks, micro_batches, virtual_stages).parted
-
-
-def _short(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> Schedule:
+def shortened(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> Schedule:
     """A step that has all moments of one of so many micro-batches."""
     short = 4 * ranks * min(virtual_stages, 2)
     is_long = short < micro_batches and period(name, ranks, micro_batches, virtual_stages)

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from planner.base.errors import ScheduleError
-from planner.solve.pipeline.schedule import InFlight, check_fits, fullest, parted, placed, schedule
+from planner.solve.pipeline.schedule import InFlight, check_fits, fullest, placed, schedule
 from planner.solve.pipeline.simulate import Times, step_s
 
 
@@ -83,11 +83,6 @@ class Pipeline:
     def late(self) -> tuple[int, ...]:
         """As of :class:`planner.solve.pipeline.schedule.Schedule`."""
         return schedule(self.schedule, self.ranks, self.micro_batches, self.virtual_stages).late
-
-    @property
-    def parted(self) -> tuple[int, ...]:
-        """As of :class:`planner.solve.pipeline.schedule.Schedule`."""
-        return parted(self.schedule, self.ranks, self.micro_batches, self.virtual_stages)
 
     @cached_property
     def moments(self) -> list[tuple[list[int], tuple[InFlight, ...]]]:

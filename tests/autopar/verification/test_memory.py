@@ -129,22 +129,20 @@ def test_the_predicted_peak_is_the_observed_one_with_masters(name: str, pin: Map
 
 
 @pytest.mark.parametrize(
-    "made, most, above",
+    "made, most",
     [
-        (
-            MODELS["gpt2"],
-            0.9,
-            0.08,
-        ),  # while one of its two layers computes, the other one's parameters are on their way
-        (MODELS["shared-layers"], 0.75, 0.15),  # gradients that all three layers add to count from the first on
-        (Model("llama of 8 layers", lambda: llama(num_hidden_layers=8), text), 0.65, 0.08),
+        (MODELS["gpt2"], 0.9),  # while one of its two layers computes, the other one's parameters are on their way
+        (MODELS["shared-layers"], 0.75),  # gradients that all three layers add to count from the first on
+        (Model("llama of 8 layers", lambda: llama(num_hidden_layers=8), text), 0.65),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_the_predicted_peak_of_parameters_gathered_in_each_micro_batch_is_the_observed_one(
-    made: Model, most: float, above: float
+    made: Model, most: float
 ) -> None:
-    """Added up, not followed: hardly less, whether blocks keep what they gather or make all of it again."""
+    """Whether blocks keep what they gather or make all of it again. A micro-batch here is a single sample, of which
+    views copy less than of several.
+    """
     model, batch = made.build()
     traced = trace(model, None, batch)
     observed: dict[object, int] = {}
@@ -153,7 +151,7 @@ def test_the_predicted_peak_of_parameters_gathered_in_each_micro_batch_is_the_ob
         plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
         observed[zero, level] = memory_micro_batched.observed_peak(model, traced, plan)
         if zero == 3:
-            assert 0.99 <= plan.predicted.peak_bytes / observed[zero, level] <= 1 + above
+            assert plan.predicted.peak_bytes == pytest.approx(observed[zero, level], rel=0.025)
     assert observed[3, "full"] < observed[3, "none"] < observed[2, "none"]
     assert observed[3, "full"] < most * observed[2, "none"]
 
@@ -216,7 +214,7 @@ def test_what_norms_keep_stays_where_blocks_recompute() -> None:
     pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": 0, "recompute": "full"})
     plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
     observed = memory_micro_batched.observed_peak(model, traced, plan)
-    assert 0.99 <= plan.predicted.peak_bytes / observed <= 1.05
+    assert plan.predicted.peak_bytes == pytest.approx(observed, rel=0.01)
 
 
 @pytest.mark.parametrize("layers", [2, 3])
@@ -228,7 +226,7 @@ def test_a_tied_embedding_that_is_stored_whole_waits_for_its_second_gradient(lay
     pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": {"embed*": 0, "layers.*": layers}})
     plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
     observed = memory_micro_batched.observed_peak(model, traced, plan)
-    assert 0.99 <= plan.predicted.peak_bytes / observed <= 1.06
+    assert plan.predicted.peak_bytes == pytest.approx(observed, rel=0.01)
 
 
 @pytest.mark.parametrize("name, error", [("mlp", 0.002), ("llama", 0.001)])
@@ -245,16 +243,16 @@ def test_gradients_that_are_summed_once_a_step_are_there_twice_then(name: str, e
 
 
 @pytest.mark.parametrize(
-    "name, pin, most",
+    "name, pin",
     [
-        ("llama", {"data": 2, "zero": 2}, 1.02),  # gradients as they are stored come at the end
-        ("bert", {"data": 2, "zero": 2}, 1.02),
-        ("functional-gpt", {"pipeline": 2, "schedule": "gpipe"}, 1.08),  # gradients come with the first backward
-        ("bert", {"pipeline": 2, "schedule": "zero_bubble"}, 1.02),  # of the first stage nothing waits
-        ("vit", {"pipeline": 2, "schedule": "zero_bubble"}, 1.02),  # all ranks are given the images
+        ("llama", {"data": 2, "zero": 2}),  # gradients as they are stored come at the end
+        ("bert", {"data": 2, "zero": 2}),
+        ("functional-gpt", {"pipeline": 2, "schedule": "gpipe"}),  # gradients come with the first backward
+        ("bert", {"pipeline": 2, "schedule": "zero_bubble"}),  # of the first stage nothing waits
+        ("vit", {"pipeline": 2, "schedule": "zero_bubble"}),  # all ranks are given the images
     ],
 )
-def test_gradients_count_from_when_they_are_there(name: str, pin: dict[str, Any], most: float) -> None:
+def test_gradients_count_from_when_they_are_there(name: str, pin: dict[str, Any]) -> None:
     model, batch = MODELS[name].build()
     traced = trace(model, None, batch)
     pins = Pins.parse({**pin, "micro_batches": 4, "recompute": "none"})
@@ -262,4 +260,4 @@ def test_gradients_count_from_when_they_are_there(name: str, pin: dict[str, Any]
     observed = max(
         memory_micro_batched.observed_peak(model, traced, plan, rank) for rank in range(pin.get("pipeline", 1))
     )
-    assert 0.999 <= plan.predicted.peak_bytes / observed <= most
+    assert plan.predicted.peak_bytes == pytest.approx(observed, rel=0.01)

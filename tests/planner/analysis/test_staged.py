@@ -11,6 +11,7 @@ import pytest
 
 from planner.analysis.pipeline.chain import links_of
 from planner.analysis.pipeline.leaf_memory import Leaves
+from planner.analysis.pipeline.peak_report import peak_micro_batched
 from planner.analysis.pipeline.staged import stage
 from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment, assignment_of
@@ -120,7 +121,7 @@ def test_the_chain_adds_up_to_the_problem(which: str, micro_batches: int, gather
                     more = sum(inputs_beside(assignment)) if micro_batches > 1 else 0
                     leaves = Leaves(assignment, 1)
                     more += sum(sum(leaves.outputs(number).values()) for number in range(len(links)))
-                    assert held + max(link.working_bytes[0] for link in links) == whole.peak_bytes + more
+                    assert whole.peak_bytes + more <= held  # which counts both where a copy in another layout is saved
                 assert sum(sum(link.held.values()) for link in links) == sum(link.block.held_bytes for link in links)
 
 
@@ -189,7 +190,7 @@ def test_no_pipeline_beats_its_relaxation(
         for choices, assignment in assignments(space, rng, 3):
             links, below = links_of(assignment, levels), evaluate(bound, choices)
             free = stage(links, pipelines_of(stages, micro_batches, len(links), names), None)
-            for share in (1.0, 0.8, 0.6):
+            for share in (1.0, 0.9, 0.7):
                 limit_bytes = int(free.peak_bytes * share)
                 found = stage(links, pipelines_of(stages, micro_batches, len(links), names), limit_bytes)
                 if found is not None:
@@ -203,7 +204,7 @@ def test_no_pipeline_beats_its_relaxation(
                     assert free_s * (1 - 1e-9) <= relaxed.time_s <= found.step_s * (1 + 1e-9)
                     assert below.peak_bytes <= found.peak_bytes <= limit_bytes
                     assert math.fsum(found.time_s.values()) == pytest.approx(found.step_s)
-                    assert sum(found.memory_bytes.values()) == found.peak_bytes
+                    assert sum(peak_micro_batched(assignment, found).by_use().values()) == found.peak_bytes
                     recompute = found.recompute(space.folded)
                     assert found.levels == tuple(recompute.level(*each) for each in space.decision_graph.blocks.numbers)
     assert seen >= (9 if level is None else 3)
@@ -224,9 +225,10 @@ def test_a_step_micro_batched_holds_less_and_starts_more() -> None:
     peaks = []
     for micro_batches in (1, 4, 16):
         space = space_of("residual", cluster(1), 1, micro_batches, all=1)
-        links = links_of(assignments(space, random.Random(0), 1)[0][1], named(space.folded))
+        _, assignment = assignments(space, random.Random(0), 1)[0]
+        links = links_of(assignment, named(space.folded))
         found = stage(links, pipelines_of(1, micro_batches, len(links)), None)
-        peaks.append(found.memory_bytes["activations"])
+        peaks.append(found.alive.stages[0].saved_bytes)
         assert found.time_s["bubble"] == pytest.approx(0.0)
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > 4 * peaks[2]
 
@@ -239,7 +241,7 @@ def test_a_schedule_that_holds_less_is_tried_where_faster_ones_do_not_fit() -> N
     lean, fast = (pipelines_of(2, 4, len(links), (name,)) for name in ("1f1b", "interleaved_1f1b"))
     assert len(fast) > 1
     free = stage(links, lean, None)
-    for share in (1.0, 0.8, 0.78):
+    for share in (1.0, 0.8, *(0.77 + 0.001 * more for more in range(10))):
         limit_bytes = int(free.peak_bytes * share)
         fits = [stage(links, which, limit_bytes) is not None for which in (lean, fast, [*lean, *fast])]
         assert fits[2] == (fits[0] or fits[1])
