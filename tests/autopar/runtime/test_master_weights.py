@@ -507,6 +507,7 @@ def test_parallelize_plans_with_them(alone: None) -> None:
     given: dict[str, Any] = {
         "example_kwargs": {"input": torch.randn(2, 64).to(LOW)},
         "loss_fn": lambda out, _: out.sum(),
+        "pin": {"pipeline": 1, "micro_batches": 1, "offload": "none"},
     }
     for each in (8, 12):
         plan = autopar.plan(model, ClusterSpec.local(1), optimizer_bytes_per_element=each, **given)

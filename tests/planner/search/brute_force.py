@@ -468,7 +468,7 @@ class Parts:
     def _priced(self, links: tuple[Link, ...], pipeline: Pipeline, run: Run) -> Iterator[Staged]:
         found: Cut = evaluate_cut(pipeline, chain_of(links), run.bounds, run.savings)
         yield price(links, pipeline, found)
-        if any(link.coming_bytes for link in links):
+        if any(link.gathers_ahead for link in links):
             yield price(links, pipeline, found, prefetch=False)
 
     def _checked(self, number: int, pipeline: Pipeline, run: Run, limit_bytes: int | None) -> Optimum:
