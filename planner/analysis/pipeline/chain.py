@@ -186,7 +186,8 @@ class _Chain:
         shared = tuple(name for name in leaves if self.leaves.is_read_elsewhere(name))
         saved = self._crossing_into(number)
         first = tuple(self._first_savers.get(ref, number) == number for ref in saved)
-        key = (self.memories.alike(number), shared, first, sum(sizes.values()), back)
+        kept = sum(self.leaves.outputs(number).values())
+        key = (self.memories.alike(number), shared, first, sum(sizes.values()), back, kept)
         if key not in self._known:
             self._known[key] = self._work_out(number, leaves, sum(sizes.values()), back)
         read = dict.fromkeys(ref.node for ref in instance.block.inputs if ref.node in self._shared)
