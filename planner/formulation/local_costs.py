@@ -40,7 +40,7 @@ class Known:
         tables: reshardings, by type of tensor and where it may be cut.
         pairs: reshardings between choices, by table and layouts.
         computed: seconds of an operator by itself, by rule, local shapes and what it passes over.
-        seconds, works, parts, sizes: of every choice in a list, see :meth:`LocalCosts._works_of` and what it calls.
+        seconds, works, parts, sizes: of every choice in a list, see :meth:`LocalCosts.works_of` and what it calls.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class LocalCosts:
         is_like = like is not None and like.decision_graph.blocks.ways is decision_graph.blocks.ways
         self._known: Known = like._known if like is not None and is_like else Known()
 
-    def _works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints, Ints]:
+    def works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints, Ints]:
         """Seconds (as :class:`Work` has them), bytes, and bytes of parameters, of every choice of an operator.
 
         Operators that share their choices share their rule, and so what they cost; what is held of it may differ.

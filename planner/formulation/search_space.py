@@ -105,7 +105,8 @@ class Space(LocalCosts):
         return found
 
     @cached_property
-    def _edge_costs(self) -> EdgeCosts:
+    def edge_costs(self) -> EdgeCosts:
+        """What one resharding of each flow costs."""
         return EdgeCosts(self.graph, self.mesh, self.options, self.table, self._known.pairs)
 
     def table(self, ref: Ref) -> ReshardingTable:
@@ -231,7 +232,7 @@ class Space(LocalCosts):
         known: dict[object, Pair] = {}  # edges that convert alike, equally often, share costs
         for flow, count in self.decision_graph.flows.items():
             tail, head, ref, _ = flow
-            pair, is_param = self._edge_costs.of(flow), self.graph.by_name[ref.node].op == "param"
+            pair, is_param = self.edge_costs.of(flow), self.graph.by_name[ref.node].op == "param"
             again, kept, late = least.get(flow, 0), count, False
             if is_param and not self.unsharding.once_per_step:
                 # Where it is gathered again, it is there only while an operator runs, and counts as that one's.
@@ -240,7 +241,9 @@ class Space(LocalCosts):
                 kept, late = 2 * kept, tail in self.members
             key = (*map(id, pair), is_param, count, again, kept, late)
             if key not in known:
-                known[key] = self._costs(pair, is_param, count, again, kept, self._late(flow) if late else None)
+                known[key] = self._costs(
+                    pair, is_param, count, again, kept, self.late_gradients(flow) if late else None
+                )
             edges.append(Edge(index[tail], index[head], *known[key]))
         return Problem(self.vertices(limit_bytes, recompute, up_to), tuple(edges), limit_bytes)
 
@@ -258,7 +261,7 @@ class Space(LocalCosts):
         Args:
             again: how often it runs again in backward.
             kept: how many results are held, of a parameter.
-            late: see :meth:`_late`.
+            late: see :meth:`late_gradients`.
         """
         forward, backward, gathered = pair
         if not is_param:
@@ -275,13 +278,13 @@ class Space(LocalCosts):
             return there_s + back_s, np.zeros(forward.shape), held
         return there_s, back_s, held
 
-    def _late(self, flow: Flow) -> Ints:
+    def late_gradients(self, flow: Flow) -> Ints:
         """Bytes of the gradient of a parameter as it is stored, where it is gathered once a step, for every pair of
         choices: it comes at the end of the step alone, since micro-batches add to that of what is gathered.
         """
         table, options = self.table(flow[2]), self.options[flow[0]]
         stored = table.held[[table.index[cast(Layout, layout)] for layout in options]]
-        return np.where(self._edge_costs.of(flow)[2] > 0, stored[:, None], 0)
+        return np.where(self.edge_costs.of(flow)[2] > 0, stored[:, None], 0)
 
     def on_average(self, held: Ints) -> Ints:
         """Bytes that the average rank holds of what the stages hold together, rounded down so that bounds stay ones."""
@@ -311,7 +314,7 @@ class Space(LocalCosts):
                 held, once = self.on_average(held * times), times / self.stages
                 return Vertex(str(variable), time * once, np.zeros(size), cover, held, transient)
             again = self.decision_graph.runs_again(variable, amounts[0])
-            (forward, backward, inner_again, inner_backward), transient, parameters = self._works_of(node, options)
+            (forward, backward, inner_again, inner_backward), transient, parameters = self.works_of(node, options)
             inner = inner_again + inner_backward
             again_everywhere = all(each.levels(cast(int, variable[1])) for each in amounts)
             # Parameters come only then, or are gathered again (see :meth:`problem`), or their gradients lie beside the
@@ -325,7 +328,7 @@ class Space(LocalCosts):
             )
             time += (forward + inner_again) * (again * pace.rounds)
             cover = backward * self.overlap * (times / self.stages)
-            held = functools.reduce(np.minimum, [self._held(variable, node, options, each) for each in held_with])
+            held = functools.reduce(np.minimum, [self.held_by(variable, node, options, each) for each in held_with])
             held = self.on_average((held * (self.in_flight or 1.0)).astype(np.int64))
             # A rank with this operator may hold less than the average, and less than all when it runs.
             if self.micro_batched and self.in_flight is None:
@@ -341,7 +344,9 @@ class Space(LocalCosts):
         is_trained = leaf.op == "param" and leaf.results[0].grad
         return local_bytes(leaf.results[0], layout, self.mesh) if is_alone and is_trained else 0
 
-    def _held(self, variable: Variable, node: Node, options: list[Choice] | list[Layout], recompute: Recompute) -> Ints:
+    def held_by(
+        self, variable: Variable, node: Node, options: list[Choice] | list[Layout], recompute: Recompute
+    ) -> Ints:
         """What members of a variable keep for backward, and what one of them has recomputed while its block runs its
         backward.
 

@@ -181,7 +181,7 @@ class StageCosts:
             return Costs(place, parts, again, saved, wall)
         kind = cast(int, variable[1])
         place = self._places[kind]
-        (forward, backward, inner_again, inner_backward), transient, parameters = space._works_of(node, options)
+        (forward, backward, inner_again, inner_backward), transient, parameters = space.works_of(node, options)
         if space.training.tier != "device":
             transient = transient + parameters
         parts[:, FORWARD] = (forward + inner_again) * times
@@ -191,9 +191,9 @@ class StageCosts:
         wall = np.where(transient > self.limit, math.inf, 0.0)
         if place == BODY:
             again = np.array([float(space.decision_graph.runs_again(variable, each)) for each in self.amounts])
-            saved = np.array([space._held(variable, node, options, each) for each in self.amounts], float).T
+            saved = np.array([space.held_by(variable, node, options, each) for each in self.amounts], float).T
         else:
-            held = np.min([space._held(variable, node, options, each) for each in self.least_amounts], axis=0)
+            held = np.min([space.held_by(variable, node, options, each) for each in self.least_amounts], axis=0)
             saved = np.repeat(held[:, None].astype(float), count, axis=1)
         return Costs(place, parts, again, saved, wall)
 
@@ -204,7 +204,7 @@ class StageCosts:
         known: dict[object, Costs] = {}
         for flow, count in space.decision_graph.flows.items():
             tail, head, ref, _ = flow
-            pair, is_param = space._edge_costs.of(flow), space.graph.by_name[ref.node].op == "param"
+            pair, is_param = space.edge_costs.of(flow), space.graph.by_name[ref.node].op == "param"
             place = self._place_of(tail, head)
             again = np.array([each.get(flow, 0) if place == BODY else 0 for each in again_of], float)
             kept = count * (1.0 - again / count) if is_param and not space.unsharding.once_per_step else np.zeros(0)
@@ -215,7 +215,7 @@ class StageCosts:
                 and space.mesh.micro_batches > 1
                 and space.graph.type_of(ref).grad
             ):
-                late = space._late(flow) if tail in space.members else None
+                late = space.late_gradients(flow) if tail in space.members else None
                 factor = 2.0 * count
             else:
                 factor = float(count)

@@ -47,19 +47,25 @@ def another(name: str, seed: int, dtype: torch.dtype = torch.float64) -> Batch:
 
 
 def plan_of(
-    name: str, pin: dict[str, Any], ranks: int, memory_bytes: int | str = "1 GiB", updates_at: float | None = None
+    name: str,
+    pin: dict[str, Any],
+    ranks: int,
+    memory_bytes: int | str = "1 GiB",
+    updates_at: float | None = None,
+    outputs: str | None = None,
 ) -> Plan:
     """A plan with model data on the host.
 
     Args:
         updates_at: bytes per second of the host's memory, where it is not the device's.
+        outputs: which are kept, as for :func:`autopar.plan`.
     """
     model, batch = model_of(name)
     cluster = ClusterSpec.local(ranks, memory_bytes=memory_bytes, cores=2, host_memory_bytes="1 GiB")
     if updates_at is not None and cluster.host is not None:
         slower = cluster.host.model_copy(update={"memory_bandwidth_bytes_per_s": updates_at})
         cluster = cluster.model_copy(update={"host": slower})
-    return autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "host", **pin})
+    return autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "host", **pin}, outputs=outputs)
 
 
 def parallel(model: nn.Module, plan: Plan, batch: Batch) -> tuple[ParallelModule, OffloadExecutor]:

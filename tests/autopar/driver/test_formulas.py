@@ -116,16 +116,16 @@ def test_what_the_search_picks_itself(name):
     ids=str,
 )
 def test_formulas_micro_batched(name, more):
-    plan = planned(name, {"pipeline": 2, "micro_batches": 2, "data": 2, "schedule": "1f1b", **more})
+    plan = planned(name, {"pipeline": 2, "micro_batches": 4, "data": 2, "schedule": "1f1b", **more})
     formulas, there = plan.formulas, plan.at(**LARGER)
-    numbers = {formulas.batch: LARGER["batch"], formulas.sequence: LARGER["sequence"], formulas.micro_batches: 2}
+    numbers = {formulas.batch: LARGER["batch"], formulas.sequence: LARGER["sequence"], formulas.micro_batches: 4}
     assert formulas.peak_bytes.subs(numbers) == there.peak_bytes
-    as_planned = {formulas.batch: BATCH, formulas.sequence: LENGTH, formulas.micro_batches: 2}
+    as_planned = {formulas.batch: BATCH, formulas.sequence: LENGTH, formulas.micro_batches: 4}
     assert formulas.planned == as_planned
     assert float(formulas.step_time_s.subs(as_planned)) == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
-    formulas.check(6)
-    there = plan.at(batch=3 * BATCH, micro_batches=6)  # micro-batches as large as planned
-    numbers = {formulas.batch: 3 * BATCH, formulas.sequence: LENGTH, formulas.micro_batches: 6}
+    formulas.check(12)
+    there = plan.at(batch=3 * BATCH, micro_batches=12)  # micro-batches as large as planned
+    numbers = {formulas.batch: 3 * BATCH, formulas.sequence: LENGTH, formulas.micro_batches: 12}
     assert formulas.peak_bytes.subs(numbers) == there.peak_bytes
     assert float(formulas.step_time_s.subs(numbers)) == pytest.approx(there.step_time_s, rel=1e-9)
 

@@ -89,8 +89,10 @@ def test_steps_may_go_other_ways(pool: LocalProcesses) -> None:
 )
 def test_the_device_holds_what_was_planned(pool: LocalProcesses, name: str, pin: dict[str, Any], ranks: int) -> None:
     pin = {"activations": "all", **pin}
-    least = max(table.budget_bytes for table in tight(carried.plan_of(name, pin, ranks)).transfer_schedules)
-    plan = carried.plan_of(name, pin, ranks, memory_bytes=int(least / 0.9) + 1)
+    least = max(
+        table.budget_bytes for table in tight(carried.plan_of(name, pin, ranks, outputs="all")).transfer_schedules
+    )
+    plan = carried.plan_of(name, pin, ranks, memory_bytes=int(least / 0.9) + 1, outputs="all")
     assert leaving(plan)
     for seen, planned in pool.run(carried.holds_no_more_than_planned, name, plan.to_dict(), ranks=ranks):
         assert planned * 0.85 <= seen <= planned * 1.03

@@ -256,7 +256,7 @@ def test_gradients_count_from_when_they_are_there(name: str, pin: dict[str, Any]
     model, batch = MODELS[name].build()
     traced = trace(model, None, batch)
     pins = Pins.parse({**pin, "micro_batches": 4, "recompute": "none"})
-    plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
+    plan = plan_traced(traced, ClusterSpec.local(2), pins, Training(discards=()))
     observed = max(
         memory_micro_batched.observed_peak(model, traced, plan, rank) for rank in range(pin.get("pipeline", 1))
     )
