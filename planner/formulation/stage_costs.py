@@ -110,6 +110,18 @@ class StageCosts:
         return {variable: number for number, variable in enumerate(self.space.variables)}
 
     @cached_property
+    def most_covered_s(self) -> float:
+        """Seconds of work of one micro-batch at most that what is once a step may be behind of."""
+        return sum(float(each.parts[:, COVER].max()) for each in self.singles)
+
+    def exposed_s(self, choices: Sequence[int]) -> float:
+        """Seconds once a step that work does not cover under choices; below zero where there is work left."""
+        singles = (each.parts[choice] for each, choice in zip(self.singles, choices, strict=True))
+        found = sum(float(parts[BEHIND] - parts[COVER]) for parts in singles)
+        pairs = ((each, ends) for ends, several in self.pairs.items() for each in several)
+        return found + sum(float(each.parts[choices[a], choices[b], BEHIND]) for each, (a, b) in pairs)
+
+    @cached_property
     def least_bytes(self) -> int:
         """What the average rank holds at the least: every decision by itself, saving what any level saves at least."""
         held = (float((each.parts[:, HELD] + each.saved.min(axis=1)).min()) for each in self._singles)
@@ -350,7 +362,7 @@ class StageCosts:
             singles[ends[0]] = singles[ends[0]] + np.einsum("cck->ck", pairs.pop(ends))
         return singles, pairs
 
-    def ways(self, choices: Sequence[int], ranks: int) -> dict[str, tuple[Variant, ...]]:
+    def variants(self, choices: Sequence[int], ranks: int) -> dict[str, tuple[Variant, ...]]:
         """What a block costs under some choices: of the body at every level, of the others together."""
         sums = {place: (np.zeros(7), np.zeros(len(self.levels)), np.zeros(len(self.levels))) for place in PLACES}
         entries: list[tuple[Costs, tuple[int, ...]]]

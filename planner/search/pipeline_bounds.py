@@ -2,8 +2,8 @@
 
 The master program (:mod:`planner.solve.pipeline.master`) says what a second and a byte are worth on every stage. Under
 these prices the cheapest choices for a block, wherever it may be and at whatever level, are found by elimination
-(:mod:`planner.solve.choices.under_many`); what all blocks cost so is a bound, and the choices are a way more for the
-master program. The two meet where no block is cheaper in a new way.
+(:mod:`planner.solve.choices.under_many`); what all blocks cost so is a bound, and the choices are a variant more
+for the master program. The two meet where no block is cheaper in a new one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planner.solve.pipeline.master import Master, MasterSolution, Paths, Prices
 from planner.solve.problem import Floats
 
 ROUNDS = 3
-"""Times at most that the master program is given new ways."""
+"""Times at most that the master program is given new variants."""
 CLOSE = 5e-3
 """Part of a step between bound and program that is not worth another round."""
 TOGETHER = 16
@@ -58,6 +58,7 @@ class PipelineBounds:
         self.costs, self.limit_bytes, self.send_s, self.waits = costs, limit_bytes, send_s, waits
         self._tree: Tree | None = None
         self._free: tuple[float, tuple[tuple[int, ...], ...]] = -math.inf, ()
+        self._behind = 1.0
 
     @cached_property
     def places(self) -> list[str]:
@@ -80,8 +81,12 @@ class PipelineBounds:
             return math.inf, ()
         ranks, micro_batches = self.costs.space.stages, self.costs.space.mesh.micro_batches
         even, nothing = np.full(1, micro_batches / ranks), np.zeros(1)
-        bound_s, choices = self._under(Prices(even, even, nothing, nothing, nothing, 0.0, 0.0), 1.0 / ranks, levels=1)
-        self._free = (bound_s, (choices,) if math.isfinite(bound_s) else ())
+        work = Prices(even, even, nothing, nothing, nothing, 0.0, 0.0)
+        bound_s, choices = self._under(work, 1.0 / ranks, levels=1)
+        if choices and self.costs.exposed_s(choices) < 0.0:  # work covers all that is behind it
+            self._behind = 0.0
+            bound_s, choices = self._under(work, 1.0 / ranks, levels=1)
+        self._free = (bound_s, (choices,) if choices else ())
         return bound_s, tuple(map(self.choices_of, self._free[1]))
 
     def of(self, paths: Paths, enough_s: float) -> PipelineBound:
@@ -98,23 +103,23 @@ class PipelineBounds:
             [costs.blocks(place) > 0 for place in self.places],
         )  # fmt: skip
         for _ in range(ROUNDS):
-            known = costs.ways(met[-1], ranks)
+            variants = costs.variants(met[-1], ranks)
             for group, place in enumerate(self.places):
-                for way in known[place]:
-                    master.add(group, way)
-            shared = master.solve(OVER * max(bound_s, 1e-9))
-            found_s, choices = self._under(shared.prices, 1.0 / ranks)
+                for variant in variants[place]:
+                    master.add(group, variant)
+            solution = master.solve(OVER * max(bound_s, 1e-9))
+            found_s, choices = self._under(solution.prices, 1.0 / ranks)
             bound_s = max(bound_s, found_s)
             if math.isinf(bound_s) or bound_s >= enough_s:
                 break
             is_new = choices not in met
             met += [choices] * is_new
-            if not is_new or bound_s >= shared.step_s * (1 - CLOSE):
+            if not is_new or bound_s >= solution.step_s * (1 - CLOSE):
                 break
-        if shared.over > 0.0 and self._needs_more(shared.prices):
+        if solution.over > 0.0 and self._needs_more(solution.prices):
             bound_s = math.inf
         if not math.isinf(bound_s) and bound_s < enough_s:
-            alike = self._alike(shared, ranks)
+            alike = self._alike(solution, ranks)
             if alike not in met:
                 met.append(alike)
         return PipelineBound(bound_s, tuple(map(self.choices_of, met)))
@@ -132,9 +137,9 @@ class PipelineBounds:
         nothing, one = np.zeros(2), np.ones(2)
         none = Prices(nothing, nothing, nothing, nothing, nothing, 0.0, 0.0)
         first, last = (Prices(each, each, nothing, nothing, nothing, 0.0, 0.0) for each in np.eye(2))
-        block_s = self._least(Prices(one, one, nothing, nothing, nothing, 0.0, 0.0), none, 0.0)[0] / costs.count
+        block_s = self._least(Prices(one, one, nothing, nothing, nothing, 0.0, 0.0), none, 0.0) / costs.count
         first_s, last_s, once_s = (
-            self._least(none, first, 0.0)[0], self._least(none, last, 0.0)[0], self._least(none, none, 1.0 / ranks)[0]
+            self._least(none, first, 0.0), self._least(none, last, 0.0), self._least(none, none, 1.0 / ranks)
         )  # fmt: skip
         if not 0.0 < block_s < math.inf:
             return 0.0
@@ -155,18 +160,20 @@ class PipelineBounds:
             low, high = (low, middle) if fits(middle) else (middle, high)
         return low + max(0.0, once_s)
 
-    def _least(self, body: Prices, others: Prices, once: float) -> tuple[float, tuple[int, ...]]:
+    def _least(self, body: Prices, others: Prices, once: float) -> float:
+        """What everything costs at least, nothing recomputed and nothing behind work."""
         singles, pairs = self.costs.under([(0, 0)], body, others, once, 0.0)
         least = least_of_each(singles, pairs, self._tree)
         self._tree = least.tree
-        return float(least.bounds[0]), ()
+        return float(least.bounds[0])
 
     def _under(self, prices: Prices, once: float, levels: int | None = None) -> tuple[float, tuple[int, ...]]:
         """What all blocks cost at least under prices, and the choices of that; infinite where all is forbidden.
 
-        The least cost is concave in what the body's prices are, grows with them, and is not below zero. So at
-        ``part`` of some prices or more it is no less than that part of what it is there, and only prices of which that
-        leaves open whether they are the cheapest are looked at themselves, the most promising first.
+        The least cost is concave in what the body's prices are, grows with them, and is not below what work may cover
+        where there are none. So at ``part`` of some prices or more it is no less than that part of what it is there and
+        the rest of that, and only prices of which this leaves open whether they are the cheapest are looked at
+        themselves, the most promising first.
 
         Args:
             once: what a second once a step counts.
@@ -177,7 +184,8 @@ class PipelineBounds:
         stages, numbers = np.array(at).T
         rows = np.stack([prices.forward, prices.backward, prices.held, prices.saved], axis=1)[stages]
         bonus_s = costs.count * prices.bonus_s[stages]
-        lower, exact = np.zeros(len(at)), np.full(len(at), math.inf)
+        least_s = -once * self._behind * costs.most_covered_s
+        lower, exact = np.full(len(at), least_s), np.full(len(at), math.inf)
         least: LeastOfEach | None = None
         best, choices = math.inf, ()
         while True:
@@ -201,7 +209,7 @@ class PipelineBounds:
                 with np.errstate(divide="ignore", invalid="ignore"):
                     ratios = np.where(rows[k] > 0.0, rows / rows[k], math.inf)
                 part = np.minimum(ratios.min(axis=1), 1.0)
-                lower = np.where(like, np.maximum(lower, part * cost), lower)
+                lower = np.where(like, np.maximum(lower, part * cost + (1 - part) * least_s), lower)
         open_ = np.where(np.isfinite(exact), exact, lower) - bonus_s
         others = sum(costs.blocks(place) * _worth_s(place, prices) for place in (FIRST, LAST, ANYWHERE))
         return float(open_.min()) - others - prices.room_s + prices.send * self.send_s, choices
@@ -213,10 +221,10 @@ class PipelineBounds:
         bytes_alone = Prices(nothing, nothing, prices.held, prices.saved, nothing, room_s, 0.0)
         return self._under(bytes_alone, 0.0)[0] > 1e-6 * room_s
 
-    def _alike(self, shared: MasterSolution, ranks: int) -> tuple[int, ...]:
-        """The choices that are cheapest for all blocks alike, as many of them at each level on each stage as shared."""
-        levels, prices = len(self.costs.levels), shared.prices
-        parts = shared.shares[0].reshape(-1, levels, prices.stages).sum(axis=0) / self.costs.count
+    def _alike(self, solution: MasterSolution, ranks: int) -> tuple[int, ...]:
+        """The choices that are cheapest for all blocks alike, shared out over levels and stages as in the master."""
+        levels, prices = len(self.costs.levels), solution.prices
+        parts = solution.shares[0].reshape(-1, levels, prices.stages).sum(axis=0) / self.costs.count
         by_stage = parts.sum(axis=0)
         forward, backward, held = (
             np.array([float(each @ by_stage)]) for each in (prices.forward, prices.backward, prices.held)
@@ -229,7 +237,7 @@ class PipelineBounds:
             Prices(forward, backward, held, one, nothing, 0.0, 0.0),
             prices,
             1.0 / ranks,
-            1.0 / ranks,
+            self._behind / ranks,
             (again[:, None], saved[:, None]),
         )
         return tuple(least_of_each(singles, pairs, self._tree).assignment(0).tolist())
@@ -237,7 +245,7 @@ class PipelineBounds:
     def _least_of(
         self, at: list[tuple[int, int]], body: Prices, prices: Prices, once: float
     ) -> tuple[Floats, LeastOfEach]:
-        singles, pairs = self.costs.under(at, body, prices, once, once)
+        singles, pairs = self.costs.under(at, body, prices, once, once * self._behind)
         least = least_of_each(singles, pairs, self._tree)
         self._tree = least.tree
         return least.bounds, least
