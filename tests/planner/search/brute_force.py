@@ -332,6 +332,7 @@ class Parts:
         self.most, self._runs = brute.most, dict[object, list[Run]]()
         self._seconds: dict[object, float] = {}
         self._peaks: dict[object, int] = {}
+        self._own_links: dict[int, tuple[Link, ...]] = {}
         self._stored: dict[object, int] = {}
 
     @cached_property
@@ -455,13 +456,19 @@ class Parts:
             self._stored[key] = max(ranks)
         return self._stored[key]
 
+    def _links_of(self, number: int) -> tuple[Link, ...]:
+        """Of a chain the links of one assignment, whose stages say what blocks hold together."""
+        if number not in self._own_links:
+            self._own_links[number] = self.links(self.chains[number].row)
+        return self._own_links[number]
+
     def _peak(self, number: int, pipeline: Pipeline, run: Run) -> int:
         """The lesser of what it holds where it gathers ahead and where it waits."""
         key = number, pipeline, run
         if key not in self._peaks:
             if len(self._peaks) > self.most:
                 raise TooLargeError(f"simulations of {self.config}")
-            self._peaks[key] = min(each.peak_bytes for each in self._priced(self.chains[number].links, pipeline, run))
+            self._peaks[key] = min(each.peak_bytes for each in self._priced(self._links_of(number), pipeline, run))
             assert self._stored_bytes(number, pipeline, run.bounds) <= self._peaks[key], "what is stored is not there"
         return self._peaks[key]
 
@@ -473,7 +480,7 @@ class Parts:
 
     def _checked(self, number: int, pipeline: Pipeline, run: Run, limit_bytes: int | None) -> Optimum:
         """What was found, priced once more from its assignment alone."""
-        staged = min(self._priced(self.links(self.chains[number].row), pipeline, run), key=lambda each: each.peak_bytes)
+        staged = min(self._priced(self._links_of(number), pipeline, run), key=lambda each: each.peak_bytes)
         assert math.isclose(staged.step_s, run.step_s, rel_tol=ROUNDING), "links of an assignment are mixed up"
         assert limit_bytes is None or staged.peak_bytes <= limit_bytes
         what = f"{pipeline.schedule} x {pipeline.virtual_stages}, cut {run.bounds}, {staged.levels}"
