@@ -27,6 +27,7 @@ from planner.formulation.remat.levels import NOTHING, Amount, Level, Levels, Rec
 from planner.formulation.search_space import Space
 from planner.formulation.variables import Variable
 from planner.ir.layout import MICRO
+from planner.solve.choices.model import arc_consistent
 from planner.solve.pipeline.master import Prices, Variant
 from planner.solve.problem import Floats, Ints
 
@@ -134,19 +135,9 @@ class StageCosts:
         """Of every decision the choices that something allows with every neighbour; ``None`` where one has none."""
         allowed = [each.wall == 0.0 for each in self._singles]
         tables = {ends: np.all([each.wall == 0.0 for each in several], axis=0) for ends, several in self._pairs.items()}
-        changed = True
-        while changed:
-            changed = False
-            for (tail, head), table in tables.items():
-                if tail == head:
-                    left = allowed[tail] & table.diagonal()
-                    changed |= bool((left != allowed[tail]).any())
-                    allowed[tail] = left
-                    continue
-                tails = allowed[tail] & table[:, allowed[head]].any(axis=1)
-                heads = allowed[head] & table[tails].any(axis=0)
-                changed |= bool((tails != allowed[tail]).any() or (heads != allowed[head]).any())
-                allowed[tail], allowed[head] = tails, heads
+        for tail, head in [ends for ends in tables if ends[0] == ends[1]]:
+            allowed[tail] = allowed[tail] & tables.pop((tail, head)).diagonal()
+        allowed = arc_consistent(allowed, tables)
         return tuple(map(np.flatnonzero, allowed)) if all(each.any() for each in allowed) else None
 
     @cached_property

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from planner.analysis.memory import Usage, usage
@@ -180,7 +180,7 @@ def completed(context: SearchContext, best: Incumbent, rows: list[Candidate], bo
     time_s = best.evaluation.time_s
     bound_s = min(time_s, bound_s)
     gap = (time_s - bound_s) / time_s if time_s else 0.0
-    rows.sort(key=lambda c: (c.status == "infeasible", min(c.objective_s, max(c.bound_s, time_s)), c.objective_s))
+    rows.sort(key=partial(standing, time_s))
     return Searched(
         best,
         tuple(rows),
@@ -188,6 +188,11 @@ def completed(context: SearchContext, best: Incumbent, rows: list[Candidate], bo
         gap if gap > PROVED else 0.0,
         context.seconds,
     )
+
+
+def standing(time_s: float, row: Candidate) -> tuple[bool, float, float]:
+    """Sorts candidates: those that may have the fastest plan first, where the best one takes ``time_s``."""
+    return row.status == "infeasible", min(row.objective_s, max(row.bound_s, time_s)), row.objective_s
 
 
 def _branch_and_bound_unfolded(

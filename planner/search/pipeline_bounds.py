@@ -65,7 +65,7 @@ class PipelineBounds:
         """Where there are blocks or what lies between them."""
         return [BODY, *(place for place in (FIRST, LAST, ANYWHERE) if self._is_there(place))]
 
-    def choices_of(self, assignment: Sequence[int]) -> tuple[int, ...]:
+    def _choices_of(self, assignment: Sequence[int]) -> tuple[int, ...]:
         """An assignment of what is kept in the space's choices."""
         assert self.costs.kept is not None
         return tuple(int(kept[each]) for kept, each in zip(self.costs.kept, assignment, strict=True))
@@ -87,7 +87,7 @@ class PipelineBounds:
             self._behind = 0.0
             bound_s, choices = self._under(work, 1.0 / ranks, levels=1)
         self._free = (bound_s, (choices,) if choices else ())
-        return bound_s, tuple(map(self.choices_of, self._free[1]))
+        return bound_s, tuple(map(self._choices_of, self._free[1]))
 
     def of(self, paths: Paths, enough_s: float) -> PipelineBound:
         """That of one pipeline, raised no further once it reaches ``enough_s``."""
@@ -95,7 +95,7 @@ class PipelineBounds:
         bound_s, free = self._free
         met = [*free]
         if bound_s >= enough_s:
-            return PipelineBound(bound_s, tuple(map(self.choices_of, met)))
+            return PipelineBound(bound_s, tuple(map(self._choices_of, met)))
         homes = {BODY: None, FIRST: 0, LAST: stages - 1, ANYWHERE: None}
         counts = [max(1, costs.blocks(place)) for place in self.places]
         master = Master(
@@ -122,7 +122,7 @@ class PipelineBounds:
             alike = self._alike(solution, ranks)
             if alike not in met:
                 met.append(alike)
-        return PipelineBound(bound_s, tuple(map(self.choices_of, met)))
+        return PipelineBound(bound_s, tuple(map(self._choices_of, met)))
 
     @cached_property
     def packed_s(self) -> float:

@@ -34,8 +34,7 @@ from planner.search.offload_search import check_offloads
 from planner.search.split_search import search_split
 
 TIME_LIMIT_S = 20.0
-"""Seconds of a search where nobody asks for others:
-what is found later is seldom faster by more than a few parts in a hundred."""
+"""Seconds of a search where nobody asks for others."""
 GAP = 0.01
 """Part of a step that a plan's proof leaves open where nobody asks for another: to close it takes most of the time."""
 

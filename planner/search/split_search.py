@@ -18,8 +18,8 @@ from planner.ir.folding import Folded
 from planner.ir.graph import Graph
 from planner.search.axis_names import named
 from planner.search.block_splitting import finer
-from planner.search.branch_and_bound import ParallelConfigs, Searched, branch_and_bound
-from planner.search.candidate_bounds import Candidate, SearchContext
+from planner.search.branch_and_bound import ParallelConfigs, Searched, branch_and_bound, standing
+from planner.search.candidate_bounds import SearchContext
 from planner.search.left_out import is_whole, why_no_micro_batches
 from planner.search.memory_fitting import memory_feasible, using_headroom
 from planner.search.offload_search import search_offload
@@ -137,15 +137,8 @@ def _in_whole_then_in_stages(known: Searched, cut: _Blocks, stages: tuple[Parall
     assert isinstance(found, Searched)
     found = found if found.staged is None else named(cut.context, found)
     best = known if found.staged is None else found
-    rows = sorted((*known.candidates, *found.candidates), key=partial(_standing, best.evaluation.time_s))
+    rows = sorted((*known.candidates, *found.candidates), key=partial(standing, best.evaluation.time_s))
     return replace(best, candidates=tuple(rows)).above(min(known.bound_s, found.bound_s))
-
-
-def _standing(time_s: float, row: Candidate) -> tuple[bool, float, float]:
-    """Sorts candidates: those that may have the fastest plan first; see
-    :func:`planner.search.branch_and_bound.completed`.
-    """
-    return row.status == "infeasible", min(row.objective_s, max(row.bound_s, time_s)), row.objective_s
 
 
 def _fits_whole(graph: Graph, context: SearchContext) -> bool:

@@ -384,7 +384,7 @@ def goes_on_micro_batched(document: dict[str, Any]) -> None:
 
 
 def goes_by_itself(cluster: dict[str, Any]) -> None:
-    """Nothing says that model data should be at home on the host."""
+    """Nothing says that model data should be offloaded to the host."""
     model, batch = model_of("mlp")
     pmodel = autopar.parallelize(copy.deepcopy(model), ClusterSpec.from_dict(cluster), example_kwargs=batch)
     assert pmodel.offload is not None

@@ -108,7 +108,7 @@ def _whole_tables(done: Elimination) -> Iterator[tuple[Cluster, Floats]]:
 def _least(table: Floats, scope: Scope, wanted: Scope) -> Floats:
     """The least entries over all but the ``wanted`` vertices, which are the axes of the result."""
     least = np.asarray(table.min(axis=tuple(i for i, u in enumerate(scope) if u not in wanted)))
-    return _aligned(least, tuple(u for u in scope if u in wanted), wanted)
+    return aligned(least, tuple(u for u in scope if u in wanted), wanted)
 
 
 def _parts(done: Elimination, number: int) -> list[tuple[Scope, Floats]]:
@@ -127,11 +127,11 @@ def _table(done: Elimination, number: int) -> Floats:
     """A cluster's table, axes ``(vertex, *separator)``."""
     cluster = done.tree.clusters[number]
     scope = (cluster.vertex, *cluster.separator)
-    return functools.reduce(operator.add, [_aligned(table, part, scope) for part, table in _parts(done, number)])
+    return functools.reduce(operator.add, [aligned(table, part, scope) for part, table in _parts(done, number)])
 
 
-def _aligned(table: Floats, scope: Scope, target: Scope) -> Floats:
-    """``table`` over ``scope`` with its axes moved to where ``target`` has them, ones elsewhere."""
-    sizes = dict(zip(scope, table.shape, strict=True))
-    order = [scope.index(u) for u in target if u in sizes]
-    return table.transpose(order).reshape([sizes.get(u, 1) for u in target])
+def aligned(table: Floats, scope: Scope, target: Scope) -> Floats:
+    """``table`` over ``scope`` with its axes moved to where ``target`` has them, ones elsewhere; others stay behind."""
+    sizes, others = dict(zip(scope, table.shape, strict=False)), range(len(scope), table.ndim)
+    order = [*(scope.index(u) for u in target if u in sizes), *others]
+    return table.transpose(order).reshape([*(sizes.get(u, 1) for u in target), *table.shape[len(scope) :]])

@@ -9,7 +9,7 @@ is then one matrix-vector product per factor. Bytes are kept as floats: whole nu
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -173,17 +173,27 @@ def _stack(time: Floats, background: Floats, held: Ints, cover: Floats | float =
 
 def drop_forbidden(model: ChoiceModel) -> ChoiceModel | None:
     """Drop choices that no choice of some neighbour allows (arc consistency); None when a vertex has none left."""
-    keep = [np.isfinite(single[:, WALL]) for single in model.singles]
-    allowed = {pair: np.isfinite(costs[..., WALL]) for pair, costs in model.pairs.items()}
-    changed = True
+    singles = [np.isfinite(single[:, WALL]) for single in model.singles]
+    pairs = {pair: np.isfinite(costs[..., WALL]) for pair, costs in model.pairs.items()}
+    return restrict(model, arc_consistent(singles, pairs))
+
+
+def arc_consistent(singles: Sequence[Mask], pairs: Mapping[tuple[int, int], Mask]) -> list[Mask]:
+    """Which choices some choice of every neighbour allows that is itself allowed so (arc consistency).
+
+    Args:
+        singles: of every vertex, the choices that are allowed by themselves.
+        pairs: of every pair of different vertices, the choices that are allowed together.
+    """
+    keep, changed = [*singles], True
     while changed:
         changed = False
-        for (tail, head), table in allowed.items():
+        for (tail, head), table in pairs.items():
             tail_keep = keep[tail] & table[:, keep[head]].any(axis=1)
             head_keep = keep[head] & table[tail_keep].any(axis=0)
             changed |= bool((tail_keep != keep[tail]).any() or (head_keep != keep[head]).any())
             keep[tail], keep[head] = tail_keep, head_keep
-    return restrict(model, keep)
+    return keep
 
 
 def restrict(model: ChoiceModel, keep: list[Mask]) -> ChoiceModel | None:

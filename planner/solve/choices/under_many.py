@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.solve.choices.eliminate import aligned
 from planner.solve.choices.tree import Scope, Tree, build_tree_of
 from planner.solve.problem import Floats, Ints
 
@@ -86,9 +87,9 @@ def _table(
     if cluster.takes_single:
         parts.append(((cluster.vertex,), singles[cluster.vertex]))
     parts.sort(key=lambda part: len(part[0]))
-    found = _aligned(parts[0][1], parts[0][0], scope)
+    found = aligned(parts[0][1], parts[0][0], scope)
     for part, table in parts[1:]:
-        found = found + _aligned(table, part, scope)
+        found = found + aligned(table, part, scope)
     shape = (*(len(singles[u]) for u in scope), found.shape[-1])
     return found if found.shape == shape else np.broadcast_to(found, shape)
 
@@ -102,10 +103,3 @@ def _agree(tables: list[Floats]) -> None:
     for at, table in enumerate(tables):
         shift = shifts[at].reshape(len(table), *(1,) * (table.ndim - 2), table.shape[-1])
         tables[at] = table + shift
-
-
-def _aligned(table: Floats, scope: Scope, target: Scope) -> Floats:
-    """``table`` over ``scope`` with its axes moved to where ``target`` has them, ones elsewhere, weights last."""
-    sizes = dict(zip(scope, table.shape[:-1], strict=True))
-    order = [scope.index(u) for u in target if u in sizes]
-    return table.transpose([*order, len(scope)]).reshape([*(sizes.get(u, 1) for u in target), table.shape[-1]])

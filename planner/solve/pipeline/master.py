@@ -1,10 +1,10 @@
-"""The linear relaxation of a pipelined step: shares of blocks on stages, each in one of several ways, within memory.
+"""The linear relaxation of a pipelined step: shares of blocks on stages, in variants, within memory.
 
-Of a pipeline every stage has some blocks, every block runs in one of its ways. Where shares need not be whole, and
+Of a pipeline every stage has some blocks, every block runs in one of its variants. Where shares need not be whole, and
 neighbours need not agree, the shortest step is a linear program: no path of the schedule is longer than the step, no
 rank holds more than the limit at any moment, and all blocks are somewhere. Paths are added when the simulated schedule
-finds one that is longer (Kelley, 1960), ways when a block is cheaper in another one under the program's prices (column
-generation, as for cutting stock: Gilmore and Gomory, 1961).
+finds one that is longer (Kelley, 1960), variants when a block is cheaper in another one under the program's prices
+(column generation, as for cutting stock: Gilmore and Gomory, 1961).
 
 What is used of it as a proof are its :class:`Prices` alone: whatever they are, a step of any pipeline of this schedule
 that fits takes at least what its blocks cost under them, each where it is cheapest (weak duality).
@@ -67,23 +67,11 @@ class Prices:
     def stages(self) -> int:
         return len(self.forward)
 
-    def cost(self, way: Variant) -> Floats:
-        """What a block costs on each stage."""
-        found: Floats = (
-            self.forward * way.forward_s
-            + self.backward * way.backward_s
-            + self.held * way.held_bytes
-            + self.saved * way.saved_bytes
-            + way.once_s
-            - self.bonus_s
-        )
-        return found
-
 
 @dataclass(frozen=True, eq=False)
 class MasterSolution:
-    """What the program found: the step in seconds, how many blocks of each group run in which way on which stage, by
-    how many limits memory is exceeded, and the prices.
+    """What the program found: the step in seconds, how many blocks of each group run in which variant on which stage,
+    by how many limits memory is exceeded, and the prices.
     """
 
     step_s: float
@@ -116,7 +104,7 @@ class Paths:
 
 
 class Master:
-    """The linear program of one pipeline, to which ways are added.
+    """The linear program of one pipeline, to which variants are added.
 
     Args:
         paths: of the pipeline.
@@ -142,7 +130,7 @@ class Master:
         self.limit_bytes = limit_bytes
         stages = self.pipeline.stages
         self.allowed = [range(stages) if home is None else (home,) for home in homes]
-        self.ways: list[list[Variant]] = [[] for _ in counts]
+        self.variants: list[list[Variant]] = [[] for _ in counts]
         self._shares: list[list[list[pywraplp.Variable]]] = [[] for _ in counts]
         self._program = program = pywraplp.Solver.CreateSolver("CLP")
         self._step = program.NumVar(0.0, program.infinity(), "")
@@ -165,9 +153,9 @@ class Master:
                         room.SetCoefficient(self._over, -1.0)
                         self._rooms.append(room)
 
-    def add(self, group: int, way: Variant) -> None:
-        """Let blocks of a group run in a way."""
-        self.ways[group].append(way)
+    def add(self, group: int, variant: Variant) -> None:
+        """Let blocks of a group run in a variant."""
+        self.variants[group].append(variant)
         shares, program = [], self._program
         for stage in self.allowed[group]:
             share = program.NumVar(0.0, program.infinity(), "")
@@ -175,20 +163,20 @@ class Master:
             self._counts[group].SetCoefficient(share, 1.0)
             if self._fills[group]:
                 self._filled[stage].SetCoefficient(share, 1.0)
-            program.Objective().SetCoefficient(share, way.once_s / self._unit_s)
+            program.Objective().SetCoefficient(share, variant.once_s / self._unit_s)
         self._shares[group].append(shares)
         for row, path in zip(self._path_rows, self.paths.found, strict=False):
-            self._set_path(row, path, group, len(self.ways[group]) - 1)
+            self._set_path(row, path, group, len(self.variants[group]) - 1)
         at = {stage: place for place, stage in enumerate(self.allowed[group])}
         for room, (stages, counts) in zip(self._rooms, self._moments, strict=True):
             for stage, count in zip(stages, counts.tolist(), strict=True):
                 if stage in at:
-                    size = way.held_bytes + count * way.saved_bytes
+                    size = variant.held_bytes + count * variant.saved_bytes
                     room.SetCoefficient(shares[at[stage]], size / max(1.0, self.limit_bytes or 1.0))
 
     def _set_path(self, row: pywraplp.Constraint, path: Path, group: int, number: int) -> None:
-        way = self.ways[group][number]
-        seconds = path.work[0] * way.forward_s + _backward(path) * way.backward_s
+        variant = self.variants[group][number]
+        seconds = path.work[0] * variant.forward_s + _backward(path) * variant.backward_s
         for stage, share in zip(self.allowed[group], self._shares[group][number], strict=True):
             row.SetCoefficient(share, -float(seconds[stage]) / self._unit_s)
 
@@ -200,8 +188,8 @@ class Master:
         """
         self._program.Objective().SetCoefficient(self._over, most_s / self._unit_s)
         even = [
-            np.full((len(ways), len(at)), count / len(at) / len(ways))
-            for ways, at, count in zip(self.ways, self.allowed, self._sizes, strict=True)
+            np.full((len(variants), len(at)), count / len(at) / len(variants))
+            for variants, at, count in zip(self.variants, self.allowed, self._sizes, strict=True)
         ]
         if len(self.paths.found) == self.pipeline.ranks:
             self.paths.longest(self._times(even), FIRST)
@@ -233,8 +221,8 @@ class Master:
             row = self._program.Constraint(sends, self._program.infinity())
             row.SetCoefficient(self._step, 1.0)
             self._path_rows.append(row)
-            for group, ways in enumerate(self.ways):
-                for number in range(len(ways)):
+            for group, variants in enumerate(self.variants):
+                for number in range(len(variants)):
                     self._set_path(row, path, group, number)
 
     def _solved(self, near: Floats | None = None) -> MasterSolution:
@@ -278,10 +266,10 @@ class Master:
     def _times(self, shares: Sequence[Floats]) -> Times:
         stages = self.pipeline.stages
         forward, backward = np.zeros(stages), np.zeros(stages)
-        for ways, at, each in zip(self.ways, self.allowed, shares, strict=True):
-            for way, row in zip(ways, each, strict=True):
-                forward[list(at)] += way.forward_s * row
-                backward[list(at)] += way.backward_s * row
+        for variants, at, each in zip(self.variants, self.allowed, shares, strict=True):
+            for variant, row in zip(variants, each, strict=True):
+                forward[list(at)] += variant.forward_s * row
+                backward[list(at)] += variant.backward_s * row
         half = np.maximum(backward, 0.0) / 2
         return Times(np.maximum(forward, 0.0), half, half, np.full(stages - 1, self.send_s))
 

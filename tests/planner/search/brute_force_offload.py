@@ -35,7 +35,7 @@ Plan = tuple[Assignment, Staged | None, float, Usage | None]
 
 
 def best_offloaded(graph: Graph, cluster: ClusterSpec, home: Home, most: int = 200) -> Optimum:
-    """The best plan with model data at home on the host that fits the device and the host.
+    """The best plan with model data offloaded to the host that fits the device and the host.
 
     Args:
         most: plans that are priced, beyond which it is :class:`TooLargeError`.
@@ -64,7 +64,7 @@ def best_offloaded(graph: Graph, cluster: ClusterSpec, home: Home, most: int = 2
 
 
 def offloaded_s(assignment: Assignment, staged: Staged | None, time_s: float, memory: Usage | None) -> float:
-    """Seconds of a step with model data at home on the host, infinite where it does not fit."""
+    """Seconds of a step with model data offloaded to the host, infinite where it does not fit."""
     recomputing = assignment
     if staged is not None:
         recomputing = replace(assignment, recompute=staged.recompute(assignment.space.folded))

@@ -103,7 +103,7 @@ class Case:
         text: both in words.
         brute: all its plans with model data on the device.
         limits: of memory in bytes; ``None``: ample.
-        offloaded: the best plans with model data at home on the host, by limit, where there is one.
+        offloaded: the best plans with model data offloaded to the host, by limit, where there is one.
     """
 
     seed: int
