@@ -142,8 +142,7 @@ def plan_traced(
     )
     found = search_or_advise(request, progress)
     transfer_schedules, predicted = found.planned_step
-    looked = [c for c in found.candidates if c.proof != "arithmetic" or c.status != "not tried"]
-    seen = tuple(candidate.facts() for candidate in looked)
+    seen = tuple(candidate.facts() for candidate in found.evaluated)
     seconds, unseen = {"capture": traced.capture_s, **found.seconds}, len(found.candidates) - len(seen)
     return describe(
         found.assignment,

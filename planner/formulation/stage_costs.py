@@ -211,26 +211,14 @@ class StageCosts:
             place = self._place_of(tail, head)
             again = np.array([each.get(flow, 0) if place == BODY else 0 for each in again_of], float)
             kept = count * (1.0 - again / count) if is_param and not space.unsharding.once_per_step else np.zeros(0)
-            late = None
-            if (
-                is_param
-                and space.unsharding.once_per_step
-                and space.mesh.micro_batches > 1
-                and space.graph.type_of(ref).grad
-            ):
-                late = space.late_gradients(flow) if tail in space.members else None
-                factor = 2.0 * count
-            else:
-                factor = float(count)
+            adds_up = is_param and space.unsharding.once_per_step and space.mesh.micro_batches > 1
+            late, factor = None, float(count)
+            if adds_up and space.graph.type_of(ref).grad:
+                late, factor = space.late_gradients(flow) if tail in space.members else None, 2.0 * count
             key = (*map(id, pair), is_param, count, place, again.tobytes(), factor, late is not None and flow)
             if key not in known:
-                known[key] = self._pair(pair, is_param, count, place, again, kept, factor, late)
-                if is_param and space.unsharding.once_per_step and space.mesh.micro_batches > 1:
-                    added = self._added_s(flow) * count
-                    known[key].parts[..., BACKWARD] += added
-                    known[key].parts[..., BEHIND] -= np.minimum(
-                        known[key].parts[..., BEHIND], added * space.mesh.micro_batches
-                    )
+                added_s = self._added_s(flow) * count if adds_up else np.zeros(pair[0].shape)
+                known[key] = self._pair(pair, is_param, count, place, again, kept, factor, late, added_s)
             costs, ends = known[key], (self.index[tail], self.index[head])
             if ends[0] > ends[1]:
                 ends = ends[1], ends[0]
@@ -248,22 +236,29 @@ class StageCosts:
         kept: Floats,
         factor: float,
         late: np.ndarray | None,
+        added_s: Floats,
     ) -> Costs:
+        """What a resharding costs that occurs ``count`` times.
+
+        Args:
+            again: how often each level runs it again.
+            kept, factor: how many results each level holds for each micro-batch, and all of them throughout the step.
+            late: bytes of each that are not there before the end of the step.
+            added_s: of backward, what adding up the gradients of one micro-batch takes in it.
+        """
         forward, backward, gathered = pair
         wall = np.where(np.isfinite(forward) & np.isfinite(backward), 0.0, math.inf)
         forward, backward = (np.where(wall == 0.0, each, 0.0) for each in (forward, backward))
         parts, saved = np.zeros((*forward.shape, 7)), np.zeros((*forward.shape, len(self.levels)))
         once = is_param and self.space.unsharding.once_per_step
         if once:
-            parts[..., ONCE], parts[..., BEHIND] = forward * count, backward * count
+            parts[..., ONCE], parts[..., BACKWARD] = forward * count, added_s
+            parts[..., BEHIND] = np.maximum(backward * count - added_s * self.space.mesh.micro_batches, 0.0)
             parts[..., HELD] = gathered * factor - (0.0 if late is None else count * late)
         else:
             parts[..., FORWARD], parts[..., BACKWARD], parts[..., AGAIN] = forward * count, backward * count, forward
-            if is_param:
-                if place == BODY:
-                    saved[:] = gathered[..., None] * kept
-                elif place == ANYWHERE:
-                    pass
+            if is_param and place == BODY:
+                saved[:] = gathered[..., None] * kept
         return Costs(place, parts, np.zeros(len(self.levels)) if once else again, saved, wall)
 
     def _added_s(self, flow: Flow) -> Floats:

@@ -111,6 +111,11 @@ class Searched:
         return self.evaluation.peak_bytes if self.memory is None else self.memory.peak_bytes
 
     @property
+    def evaluated(self) -> tuple[Candidate, ...]:
+        """The candidates of which more than arithmetic is known, or that it pruned."""
+        return tuple(row for row in self.candidates if row.proof != "arithmetic" or row.status != "not tried")
+
+    @property
     def bound_s(self) -> float:
         """No plan is faster, by the search's reckoning of memory."""
         return self.evaluation.time_s * (1 - self.gap)

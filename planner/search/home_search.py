@@ -44,7 +44,7 @@ def search_homes(context: SearchContext, graph: Graph, plan: Callable[[SearchCon
         with contextlib.suppress(InfeasibleError):
             found = plan(_at(home, context, time.monotonic() + AGAIN * limit_s))
             found = replace(found, left_out="; ".join(filter(None, (ON_DEVICE, found.left_out))))
-            assert found.planned_step  # or the home does not hold it
+            found.planned_step  # noqa: B018  raises where the home does not hold it
             return found
     if refused is None:
         return plan(context)  # says what is lacking

@@ -3,7 +3,7 @@
 The cluster's parallel configurations are evaluated best first (:mod:`planner.search.branch_and_bound`), within a limit
 to a sum of bytes; what is found is simulated, and the limit moved to what then fits
 (:mod:`planner.search.memory_fitting`). In which order, and what of them a model leaves out, says
-:mod:`planner.search.split_search`. Where the home of model data is not the device, there is more to choose
+:mod:`planner.search.micro_batch_search`. Where the home of model data is not the device, there is more to choose
 (:mod:`planner.search.offload_search`); so it is where nothing fits on the device (:mod:`planner.search.home_search`).
 
 What does not depend on the mesh is found once (:mod:`planner.formulation.decisions`). Ctrl-C ends a search with
@@ -30,8 +30,8 @@ from planner.search.branch_and_bound import Searched
 from planner.search.candidate_bounds import Progress, SearchContext
 from planner.search.home_search import search_homes
 from planner.search.left_out import check_schedule, why_no_pipelines
+from planner.search.micro_batch_search import search_micro_batches
 from planner.search.offload_search import check_offloads
-from planner.search.split_search import search_split
 
 TIME_LIMIT_S = 20.0
 """Seconds of a search where nobody asks for others."""
@@ -87,7 +87,9 @@ def search(
         CostModel(cluster), training, rules_of(graph, folded), pins, levels, deadline, progress, gap=gap
     )
     context.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
-    return search_homes(context, graph, partial(search_split, folded=folded, max_axes=max_axes, left_out=left_out))
+    return search_homes(
+        context, graph, partial(search_micro_batches, folded=folded, max_axes=max_axes, left_out=left_out)
+    )
 
 
 def check_time_limit(seconds: float) -> None:

@@ -68,7 +68,6 @@ def searched_bound(
         found = search(graph, cluster, pins, training, time_limit_s=time_limit_s, gap=GAP, progress=progress)
     except (InfeasibleError, PinError):
         return None
-    looked = [each for each in found.candidates if each.proof != "arithmetic" or each.status != "not tried"]
-    seen, step_s = tuple(candidate.facts() for candidate in looked), found.planned_step_s
+    seen, step_s = tuple(candidate.facts() for candidate in found.evaluated), found.planned_step_s
     took = {"search": time.monotonic() - start}
     return FreshBound(found.bound_s, "search", step_s, seen, len(found.candidates) - len(seen), took)

@@ -10,7 +10,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.plan.plan import Plan, reprice
-from planner.search import split_search as searching
+from planner.search import micro_batch_search as searching
 from planner.search.search import search
 from tests.planner.formulation.test_pins import attention
 from tests.planner.plan.damage import assigned

@@ -128,7 +128,7 @@ def test_keeping_some_results_is_faster_than_keeping_all_dear_ones_or_none(monke
         tight = spec.model_copy(update={"device": device})
         found = searched(tight)
         with monkeypatch.context() as patch:
-            patch.setattr("planner.search.split_search.with_levels_between", lambda levels, *_: levels)
+            patch.setattr("planner.search.micro_batch_search.with_levels_between", lambda levels, *_: levels)
             plain = searched(tight)
         assert found.status == plain.status == "optimal"
         levels = {level for each in found.assignment.recompute.amounts for level, _ in each.levels}

@@ -30,7 +30,7 @@ FIRST = 0.5
 """Part of the time after which proofs give way to a search for a plan that takes the room of the one found."""
 
 
-def search_split(context: SearchContext, folded: Folded, max_axes: int, left_out: str) -> Searched:
+def search_micro_batches(context: SearchContext, folded: Folded, max_axes: int, left_out: str) -> Searched:
     """The fastest plan that fits with model data at one home, over all stages, micro-batches and meshes.
 
     Args:
