@@ -11,7 +11,6 @@ Or a rank is fullest when gradients are reduced, at the end of the step.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -192,10 +191,6 @@ class LiveMemory:
     def placed(self) -> Iterator[tuple[int, Link, int]]:
         """See :func:`planner.analysis.pipeline.chain.placed`."""
         return placed(self.links, self.cut)
-
-    def stage_of(self, number: int) -> int:
-        """That of a block."""
-        return bisect_right(self.cut.bounds, number) - 1
 
     def blocks_of(self, rank: int) -> list[int]:
         """The numbers of those of a rank."""
