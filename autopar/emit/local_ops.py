@@ -74,9 +74,9 @@ class LocalCall:
         """The call, under the name that the model's graph gives the operator."""
         return self.graph.create_node("call_function", function, args, kwargs, name=self.node.name)
 
-    def sharded(self, factors: tuple[str, ...]) -> tuple[int, ...]:
-        """Axes on which one of ``factors`` is sharded, major first."""
-        return tuple(i for i, s in enumerate(self.choice.axes) if s.factor in factors and self.mesh.axes[i].size > 1)
+    def sharded(self, ways: tuple[str, ...]) -> tuple[int, ...]:
+        """Axes on which a factor is sharded in one of ``ways``, major first."""
+        return tuple(i for i, s in enumerate(self.choice.axes) if s.way in ways and self.mesh.axes[i].size > 1)
 
     def groups(self, axes: tuple[int, ...]) -> tuple[fx.Node, ...]:
         return tuple(self.group(axis) for axis in axes)

@@ -202,7 +202,7 @@ def _check_layers(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mes
 
 
 def _check_strategy(glob: str, rule: Rule, axis: Axis, strategy: object) -> None:
-    factor = str(strategy).partition("/")[0]
+    factor = str(strategy).partition("/")[0].partition(".")[0]
     if factor in ("invariant", "replicate", "partial"):
         return
     sizes = {name: size for name, size in rule.sizes.items() if name not in rule.whole}
