@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autopar.driver.parallelize import parallelize
     from autopar.driver.plan import evaluate, plan
     from autopar.functions.register import register
+    from autopar.operators.experts import experts
     from autopar.verification.verify import verify
     from planner.base.errors import (
         AutoparError,
@@ -42,6 +43,7 @@ _LAZY = {
     "PlanError": "planner.base.errors",
     "PlanWarning": "planner.base.errors",
     "evaluate": "autopar.driver.plan",
+    "experts": "autopar.operators.experts",
     "export_safetensors": "autopar.checkpoint.export",
     "load_checkpoint": "autopar.checkpoint.load",
     "parallelize": "autopar.driver.parallelize",
@@ -64,6 +66,7 @@ __all__ = [
     "PlanError",
     "PlanWarning",
     "evaluate",
+    "experts",
     "export_safetensors",
     "load_checkpoint",
     "parallelize",

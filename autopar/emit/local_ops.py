@@ -114,10 +114,9 @@ def local_form(call: LocalCall) -> fx.Node:
         positional, keywords = call.arguments()
         return call.emit(draw, (call.target, call.state(), varying, *positional), keywords)
     positional, keywords = call.arguments()
-    if not groups:
+    if form is None or not (groups or form.is_region):
         return call.emit(call.target, positional, keywords)
-    assert form is not None
-    first = (call.target,) if form.takes_op else ()
+    first = (call.target,) if form.takes_op else (call.state(),) if form.is_region else ()
     return call.emit(form.function, (*first, *positional), {**keywords, **groups})
 
 

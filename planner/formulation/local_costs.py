@@ -169,7 +169,7 @@ class LocalCosts:
         types, on_cpu, sizes = self.graph.input_types(node), self.cost.cluster.on_cpu, self._sizes(node, choice)
         kept = (saved for saved in saved_tensors(node, types, on_cpu) if is_own(saved))
         kept = (saved for saved in kept if saved.kind != "copy")  # operands, which are counted, stand for copies
-        return sum(own_bytes(saved, node, types, sizes, on_cpu) for saved in kept)
+        return sum(own_bytes(saved, node, types, sizes, on_cpu, choice.shares(self.mesh)) for saved in kept)
 
     def storage(self, node: Node, layout: Layout) -> tuple[float, int]:
         """Seconds once a step for one leaf, to update and to move it, and the bytes of it that a device always holds:

@@ -38,6 +38,14 @@ class Choice:
         """Collectives of the operator's own local form, with the axis each runs on."""
         return tuple((axis, inner) for axis, strategy in enumerate(self.axes) for inner in strategy.inner)
 
+    def shares(self, mesh: Mesh) -> dict[str, int]:
+        """How many ranks, or micro-batches, share each factor that is sharded."""
+        found: dict[str, int] = {}
+        for axis, strategy in zip(mesh.axes, self.axes, strict=True):
+            if strategy.factor:
+                found[strategy.factor] = found.get(strategy.factor, 1) * axis.size
+        return found
+
 
 def rule_of(graph: Graph, node: Node) -> Rule:
     """The node's factor rule; operators without a row get one in which nothing can be sharded."""

@@ -14,6 +14,7 @@ from planner.ops import (
     convolution,
     elementwise,
     embedding,
+    experts,
     factory,
     function,
     indexing,
@@ -23,7 +24,7 @@ from planner.ops import (
     reduction,
     reshape,
 )
-from planner.ops.table import Row
+from planner.ops.table import BETWEEN, Row
 
 FAMILIES = (
     elementwise,
@@ -33,6 +34,7 @@ FAMILIES = (
     factory,
     contraction,
     attention,
+    experts,
     normalization,
     loss,
     embedding,
@@ -89,7 +91,7 @@ def saved_places(node: Node, operands: tuple[TensorType, ...], *, own: bool = Fa
     for saved in (*row.saved(node, operands), *(function.holds(node) if own else ())):
         if (place := saved.among(first)) is not None:
             places[place] = None
-        elif own and saved.kind in ("own", "mask"):
+        elif own and saved.kind in ("own", "mask", BETWEEN):
             places[0] = None
         elif own and (kept := function.kept(saved, node)) is not None and kept[1] >= 1:
             places[kept[0]] = None
