@@ -142,15 +142,25 @@ def routed(
     if not is_part and len(slots) < len(chosen):
         outside = int(chosen[(chosen < 0) | (chosen >= len(up))][0])
         raise InputError(f"autopar.experts: a token goes to expert {outside}; there are {len(up)}, numbered from 0")
-    rows = through(_Take.apply(x, slots, k), counts, up, down, up_bias, down_bias, form)
-    return _Put.apply(rows * weights.reshape(-1).index_select(0, slots).unsqueeze(-1), slots, k, len(x)).to(dtype)
+    rows = through(take(x, slots, k), counts.tolist(), up, down, up_bias, down_bias, form=form)
+    return put(rows * weights.reshape(-1).index_select(0, slots).unsqueeze(-1), slots, len(x), k).to(dtype)
 
 
-def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, list[int]]:
+def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The places among ``chosen`` that name one of ``count`` experts, sorted by expert, and how many name each."""
     key = torch.where((chosen >= 0) & (chosen < count), chosen, count)
-    counts = torch.bincount(key, minlength=count + 1)[:count].tolist()
-    return torch.argsort(key, stable=True)[: sum(counts)], counts
+    counts = torch.bincount(key, minlength=count + 1)[:count]
+    return torch.argsort(key, stable=True)[: int(counts.sum())], counts
+
+
+def take(x: Tensor, slots: Tensor, k: int = 1) -> Tensor:
+    """``x[t, h], slots[s] -> [s, h]``: slot ``t * k + j`` is of token ``t``."""
+    return _Take.apply(x, slots, k)
+
+
+def put(rows: Tensor, slots: Tensor, tokens: int, k: int = 1) -> Tensor:
+    """``rows[s, h], slots[s] -> y[t, h]``: the sum of the rows of each token."""
+    return _Put.apply(rows, slots, k, tokens)
 
 
 def through(
@@ -160,6 +170,7 @@ def through(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    *,
     form: Expert,
 ) -> Tensor:
     """What experts make of rows that are sorted by expert: ``[s, h] -> [s, h]``."""
@@ -178,8 +189,6 @@ def _computed_in(weight: Tensor) -> torch.dtype:
 
 
 class _Take(torch.autograd.Function):
-    """``x[t, h], slots[s] -> [s, h]``: slot ``t * k + j`` is of token ``t``."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, k: int) -> Tensor:
         ctx.k, ctx.tokens = k, len(x)
@@ -193,8 +202,6 @@ class _Take(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """``rows[s, h], slots[s] -> y[t, h]``: the sum of the rows of each token."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, slots: Tensor, k: int, tokens: int) -> Tensor:
         ctx.k = k
@@ -230,18 +237,22 @@ class _Shapes(torch.autograd.Function):
         return tuple(torch.empty_like(t) if t.is_floating_point() else None for t in ctx.saved_tensors)
 
 
-def for_each_rank(run: Callable[..., Any], *tensors: Tensor | None) -> Tensor:
-    """``run(*tensors)``; where one process simulates all ranks, on those of each rank."""
+def for_each_rank(run: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    """``run(*tensors)``, a tensor or several; where one process simulates all ranks, on those of each rank."""
     given = [t for t in tensors if t is not None]
     if not any(hasattr(t, "_local_tensors") for t in given):
         return run(*tensors)
 
+    several: list[bool] = []
+
     def of_rank(own: Sequence[Tensor]) -> list[Tensor]:
         rest = iter(own)
-        return [run(*(None if t is None else next(rest) for t in tensors))]
+        found = run(*(None if t is None else next(rest) for t in tensors))
+        several.append(isinstance(found, tuple))
+        return [*found] if several[-1] else [found]
 
-    (found,) = EachRank.apply(of_rank, *given)
-    return found
+    found = EachRank.apply(of_rank, *given)
+    return found if several[0] else found[0]
 
 
 def _run(

@@ -316,11 +316,10 @@ class LocalCosts:
 
     def inner_bytes(self, rule: Rule, choice: Choice, call: Inner) -> int:
         """Bytes that each rank passes to a collective of an operator's local form."""
-        elements = call.count
+        elements, shares = call.count, choice.shares(self.mesh)
         for factor in call.factors:
-            cut = math.prod(a.size for a, s in zip(self.mesh.axes, choice.axes, strict=True) if s.factor == factor)
-            elements *= rule.sizes[factor] // cut
-        return elements * call.item_bytes
+            elements *= rule.sizes[factor] // shares.get(factor, 1)
+        return elements // math.prod(shares.get(factor, 1) for factor in call.shared) * call.item_bytes
 
     def collective_s(self, kind: str, axis: Axis, bytes_in: int) -> float:
         """Seconds of a collective in every group of an axis at once."""

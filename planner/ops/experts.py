@@ -7,11 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.ir.graph import Node, Ref, TensorType
-from planner.ops.sharding_rule import Rule, Special
+from planner.ir.layout import Shard
+from planner.ops.sharding_rule import MECHANICAL, Inner, Rule, Special
 from planner.ops.signature import signature
 from planner.ops.table import Row
 
 Operands = tuple[TensorType, ...]
+
+DISPATCH = "dispatch"
+"""The way to shard tokens and experts on one axis: tokens go to where their experts are."""
+COUNT_BYTES = 8
 
 X, INDICES, WEIGHTS, UP, DOWN = range(5)
 """Places of its operands; biases follow."""
@@ -22,7 +27,8 @@ MADE = {"halves": "halves f", "pairs": "f halves", "none": "f"}
 def experts(node: Node, operands: Operands) -> Rule:
     """``x[t, h], indices[t, k], weights[t, k], up[e, f, h], down[e, o, f] -> y[t, o]``, and biases ``[e, f], [e, o]``.
 
-    Where experts are sharded, tokens are whole, and each rank adds what its experts make of them
+    Where experts are sharded, tokens are whole, and each rank adds what its experts make of them. Where tokens are
+    sharded, they may be dispatched to experts that are sharded, too, and what these make of them comes back
     (:func:`autopar.runtime.layers.experts`).
     """
     made = MADE[str(node["gate"])]
@@ -40,7 +46,21 @@ def experts(node: Node, operands: Operands) -> Rule:
         whole=("k", "h", "o", "halves"),
         addends={DOWN + 1 + present.index("down_bias")} if "down_bias" in present else (),
     )
-    return replace(rule, special={"e": (Special(),)} if "e" in rule.sizes else {})
+    if "e" not in rule.sizes:
+        return rule
+    # How many rows each rank has for each expert; then the rows, there and back; and so their gradients.
+    counts = Inner("all_to_all", ("e",), COUNT_BYTES)
+    each = operands[INDICES].shape[-1] * operands[X].shape[-1]
+    rows = Inner("all_to_all", ("t",) if "t" in rule.sizes else (), operands[X].item_bytes, each, shared=("e",))
+    back = replace(rows, phase="backward")
+    dispatch = Special(
+        operands={place: Shard(0) for place in range(UP, len(operands))},
+        inner=(counts, rows, rows, back, back),
+        strided=True,
+        name=DISPATCH,
+    )
+    ways = {"e": (Special(),), "t": (*MECHANICAL, dispatch)}
+    return replace(rule, special={name: ways[name] for name in ways.keys() & rule.sizes.keys()})
 
 
 def flops(node: Node, operands: Operands, rule: Rule) -> int:

@@ -68,6 +68,11 @@ def attends(op: str) -> bool:
     return row is not None and row.kernel == "attention"
 
 
+def mixes(op: str) -> bool:
+    """Whether an operator is a mixture of experts."""
+    return op in experts.ROWS
+
+
 def drops(node: Node) -> str:
     """The argument that says what share of elements an operator sets to 0 at random; empty where it drops none."""
     row = OPS.get(node.op)

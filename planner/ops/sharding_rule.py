@@ -22,7 +22,8 @@ Dims = tuple[Dim, ...]
 class Inner:
     """A collective that an operator's local form performs itself when a factor is sharded.
 
-    It moves ``count`` elements for every index of ``factors`` (rank-local), of ``item_bytes`` each.
+    It moves ``count`` elements for every index of ``factors`` (rank-local), of ``item_bytes`` each; ranks that share
+    factors of ``shared`` share these elements.
     """
 
     kind: str
@@ -30,6 +31,7 @@ class Inner:
     item_bytes: int
     count: int = 1
     phase: str = "forward"
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

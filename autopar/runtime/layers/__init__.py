@@ -65,7 +65,7 @@ LOCAL_FORMS: dict[str, LocalForm] = {
         attention, {"query_groups": ("query",)}, strips={"query_groups": "query_strips"}
     ),
     "autopar.experts.default": LocalForm(
-        experts, {"expert_groups": ("e",)}, is_region=True
+        experts, {"holding_groups": ("e", "t.dispatch"), "dispatch_groups": ("t.dispatch",)}, is_region=True
     ),
     "aten.batch_norm.default": LocalForm(batch_norm, _BATCH),
     "aten._native_batch_norm_legit.default": LocalForm(native_batch_norm, _BATCH),

@@ -59,7 +59,7 @@ def needs_layer(op: Any, rule: Rule, strategy: AxisStrategy) -> bool:
         return False
     factors = {factor for group in form.groups.values() for factor in group}
     lacking = find(rule.results[0], strategy.factor, rule.sizes) is None
-    return strategy.factor in factors or (lacking and CONTRACTED in factors)
+    return strategy.way in factors or (lacking and CONTRACTED in factors)
 
 
 def check_mechanical(op: Any, *args: Any, **kwargs: Any) -> set[str]:
