@@ -456,8 +456,11 @@ def _estimated(context: SearchContext, branch: Branch, best: Incumbent | None) -
 
 
 def _proved(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
-    """A pipeline bounded with what its stages wait and hold, whatever its cut and its recomputation."""
-    return close(replace(_at_prices(context, branch, best, is_proof=True), is_priced=True), best)
+    """A pipeline bounded with what its stages wait and hold, whatever its cut and its recomputation; and cut for what
+    solved that.
+    """
+    branch = replace(_at_prices(context, branch, best, is_proof=True), is_priced=True)
+    return close(branch, best) if is_near(context, branch, best) else _cut(context, branch, best)
 
 
 def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None, is_proof: bool) -> Branch:
