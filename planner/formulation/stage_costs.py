@@ -12,48 +12,44 @@ saved of any level; so has what lies between blocks of two kinds.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import cast
 
 import numpy as np
 
+from planner.formulation.cost_table import (
+    AGAIN,
+    ANYWHERE,
+    BACKWARD,
+    BEHIND,
+    BODY,
+    COVER,
+    FIRST,
+    FORWARD,
+    HELD,
+    LAST,
+    ONCE,
+    PLACES,
+    USES,
+    Costs,
+    CostTable,
+)
 from planner.formulation.decisions import Flow
 from planner.formulation.edge_costs import layout_at_head, layout_at_tail
 from planner.formulation.remat.levels import NOTHING, Amount, Level, Levels, Recompute
+from planner.formulation.resharding import ReshardingTable
 from planner.formulation.search_space import Space
 from planner.formulation.variables import Variable
+from planner.ir.graph import Ref
 from planner.ir.layout import MICRO
-from planner.solve.choices.model import arc_consistent
+from planner.solve.choices.model import Mask, arc_consistent
 from planner.solve.pipeline.master import Prices, Variant
 from planner.solve.problem import Floats, Ints
-
-FORWARD, BACKWARD, AGAIN, ONCE, BEHIND, COVER, HELD = range(7)
-"""Seconds forward, backward, of what may run again, once a step, once a step behind work, of that work, and bytes."""
-BODY, FIRST, LAST, ANYWHERE = "body", "first", "last", "anywhere"
-PLACES = (BODY, FIRST, LAST, ANYWHERE)
-
-
-@dataclass(frozen=True, eq=False)
-class Costs:
-    """One decision's, or one pair's: ``(..., 7)`` by use, how often each level runs it again, and bytes saved by level.
-
-    ``place`` says whose prices count; infinite ``wall`` forbids.
-    """
-
-    place: str
-    parts: Floats
-    again: Floats
-    saved: Floats
-    wall: Floats
-
-    def only(self, *kept: Ints) -> Costs:
-        """The same with only some of the choices of each."""
-        at = np.ix_(*kept)
-        return Costs(self.place, self.parts[at], self.again, self.saved[at], self.wall[at])
 
 
 class StageCosts:
@@ -62,12 +58,10 @@ class StageCosts:
     Args:
         space: of a micro-batched step.
         levels: at which blocks may run.
-        limit_bytes: choices that need more for themselves are left out.
     """
 
-    def __init__(self, space: Space, levels: Levels, limit_bytes: int | None):
+    def __init__(self, space: Space, levels: Levels):
         self.space, self.folded = space, space.folded
-        self.limit = math.inf if limit_bytes is None else float(limit_bytes)
         flops, kinds = space.decision_graph.blocks.flops, space.folded.kinds
         self.body = max(range(len(kinds)), key=lambda kind: (flops[kind] * len(kinds[kind]), len(kinds[kind])))
         own = levels.of(self.body)
@@ -85,6 +79,11 @@ class StageCosts:
     def blocks(self, place: str) -> int:
         """How many blocks have the prices of a place."""
         return sum(len(self.folded.kinds[kind]) for kind, each in self._places.items() if each == place)
+
+    def is_anything(self, place: str) -> bool:
+        """Whether there are decisions, or pairs of them, with the prices of a place."""
+        every = chain(self._singles, chain.from_iterable(self._pairs.values()))
+        return any(each.place == place for each in every)
 
     @cached_property
     def amounts(self) -> tuple[Recompute, ...]:
@@ -113,19 +112,24 @@ class StageCosts:
     @cached_property
     def most_covered_s(self) -> float:
         """Seconds of work of one micro-batch at most that what is once a step may be behind of."""
-        return sum(float(each.parts[:, COVER].max()) for each in self.singles)
+        assert self.kept is not None
+        singles = zip(self._singles, self.kept, strict=True)
+        return sum(float(each.parts[kept, COVER].max()) for each, kept in singles)
 
     def exposed_s(self, choices: Sequence[int]) -> float:
         """Seconds once a step that work does not cover under choices; below zero where there is work left."""
-        singles = (each.parts[choice] for each, choice in zip(self.singles, choices, strict=True))
+        singles = (each.parts[choice] for each, choice in zip(self._singles, choices, strict=True))
         found = sum(float(parts[BEHIND] - parts[COVER]) for parts in singles)
-        pairs = ((each, ends) for ends, several in self.pairs.items() for each in several)
+        pairs = ((each, ends) for ends, several in self._pairs.items() for each in several)
         return found + sum(float(each.parts[choices[a], choices[b], BEHIND]) for each, (a, b) in pairs)
 
-    @cached_property
-    def least_bytes(self) -> int:
-        """What the average rank holds at the least: every decision by itself, saving what any level saves at least."""
-        held = (float((each.parts[:, HELD] + each.saved.min(axis=1)).min()) for each in self._singles)
+    def least_bytes(self, part: float = 1.0) -> int:
+        """What the average rank holds at the least: every decision by itself, saving what any level saves at least.
+
+        Args:
+            part: a micro-batch is of the space's.
+        """
+        held = (float((each.parts[:, HELD] + part * each.saved.min(axis=1)).min()) for each in self._singles)
         return int(sum(held)) // self.space.stages
 
     # ---- what there is -----------------------------------------------------------------------------------------------
@@ -133,32 +137,43 @@ class StageCosts:
     @cached_property
     def kept(self) -> tuple[Ints, ...] | None:
         """Of every decision the choices that something allows with every neighbour; ``None`` where one has none."""
-        allowed = [each.wall == 0.0 for each in self._singles]
-        tables = {ends: np.all([each.wall == 0.0 for each in several], axis=0) for ends, several in self._pairs.items()}
+        return self._consistent([each.wall == 0.0 for each in self._singles])
+
+    def fitting(self, limit_bytes: int) -> StageCosts:
+        """The same without choices that need more than a limit by themselves."""
+        assert self.kept is not None
+        costs = zip(self._singles, self.kept, strict=True)
+        dropped = [np.broadcast_to(each.transient, each.wall.shape)[kept] > limit_bytes for each, kept in costs]
+        return self.without(dropped) if any(each.any() for each in dropped) else self
+
+    def without(self, dropped: Sequence[Mask]) -> StageCosts:
+        """The same without some of the kept choices of every decision, and what nothing allows then."""
+        assert self.kept is not None
+        found = copy.copy(self)
+        for name in ("_table", "most_covered_s"):
+            found.__dict__.pop(name, None)
+        allowed = [np.zeros(len(each.wall), bool) for each in self._singles]
+        for mask, kept, drop in zip(allowed, self.kept, dropped, strict=True):
+            mask[kept[~drop]] = True
+        found.kept = self._consistent(allowed)
+        return found
+
+    def _consistent(self, allowed: list[Mask]) -> tuple[Ints, ...] | None:
+        tables = dict(self._together)
         for tail, head in [ends for ends in tables if ends[0] == ends[1]]:
             allowed[tail] = allowed[tail] & tables.pop((tail, head)).diagonal()
         allowed = arc_consistent(allowed, tables)
         return tuple(map(np.flatnonzero, allowed)) if all(each.any() for each in allowed) else None
 
     @cached_property
-    def singles(self) -> tuple[Costs, ...]:
-        """Every decision's that is kept, in the order of the space's variables."""
-        assert self.kept is not None
-        return tuple(each.only(kept) for each, kept in zip(self._singles, self.kept, strict=True))
-
-    @cached_property
-    def pairs(self) -> dict[tuple[int, int], list[Costs]]:
-        """Every pair of kept decisions that a value flows between, the smaller number first."""
-        assert self.kept is not None
-        known: dict[object, Costs] = {}
-        found: dict[tuple[int, int], list[Costs]] = {}
-        for (tail, head), several in self._pairs.items():
-            for each in several:
-                tails, heads = self.kept[tail], self.kept[head]
-                key = id(each), tails.tobytes(), heads.tobytes()
-                if key not in known:
-                    known[key] = each.only(tails, heads)
-                found.setdefault((tail, head), []).append(known[key])
+    def _together(self) -> dict[tuple[int, int], Mask]:
+        """Which choices of two decisions are allowed together, where some are not."""
+        free: dict[int, bool] = {}
+        found = {}
+        for ends, several in self._pairs.items():
+            walls = [each.wall for each in several if free.setdefault(id(each), not each.wall.any()) is False]
+            if walls:
+                found[ends] = sum(walls[1:], walls[0]) == 0.0
         return found
 
     @cached_property
@@ -168,7 +183,7 @@ class StageCosts:
     def _single(self, variable: Variable) -> Costs:
         space, options = self.space, self.space.options[variable]
         size, count = len(options), len(self.levels)
-        parts, saved, wall = np.zeros((size, 7)), np.zeros((size, count)), np.zeros(size)
+        parts, saved, wall = np.zeros((size, len(USES))), np.zeros((size, count)), np.zeros(size)
         again = np.zeros(count)
         if variable not in space.members:
             return Costs(ANYWHERE, parts, again, saved, wall)
@@ -181,7 +196,7 @@ class StageCosts:
                 once_s, held = space.storage(node, layout)
                 held -= space.not_with_all(node, layout)
                 parts[number, ONCE], parts[number, HELD] = once_s * times, held * times
-            return Costs(place, parts, again, saved, wall)
+            return Costs(place, parts, again, saved, wall, is_value=node.op != "param")
         kind = cast(int, variable[1])
         place = self._places[kind]
         (forward, backward, inner_again, inner_backward), transient, parameters = space.works_of(node, options)
@@ -191,14 +206,18 @@ class StageCosts:
         parts[:, BACKWARD] = (backward + inner_backward) * times
         parts[:, AGAIN] = forward + inner_again
         parts[:, COVER] = backward * space.overlap * times
-        wall = np.where(transient > self.limit, math.inf, 0.0)
         if place == BODY:
             again = np.array([float(space.decision_graph.runs_again(variable, each)) for each in self.amounts])
             saved = np.array([space.held_by(variable, node, options, each) for each in self.amounts], float).T
         else:
             held = np.min([space.held_by(variable, node, options, each) for each in self.least_amounts], axis=0)
             saved = np.repeat(held[:, None].astype(float), count, axis=1)
-        return Costs(place, parts, again, saved, wall)
+        return Costs(place, parts, again, saved, wall, transient=transient.astype(np.float64))
+
+    @cached_property
+    def _adding_s(self) -> dict[int, Floats]:
+        """By table, from layout to layout, what is known of :meth:`_summing_s`."""
+        return {}
 
     @cached_property
     def _pairs(self) -> dict[tuple[int, int], list[Costs]]:
@@ -222,7 +241,8 @@ class StageCosts:
             costs, ends = known[key], (self.index[tail], self.index[head])
             if ends[0] > ends[1]:
                 ends = ends[1], ends[0]
-                costs = Costs(place, costs.parts.swapaxes(0, 1), costs.again, costs.saved.swapaxes(0, 1), costs.wall.T)
+                parts, saved = (each.swapaxes(0, 1) for each in (costs.parts, costs.saved))
+                costs = replace(costs, parts=parts, saved=saved, wall=costs.wall.T)
             found.setdefault(ends, []).append(costs)
         return found
 
@@ -249,7 +269,7 @@ class StageCosts:
         forward, backward, gathered = pair
         wall = np.where(np.isfinite(forward) & np.isfinite(backward), 0.0, math.inf)
         forward, backward = (np.where(wall == 0.0, each, 0.0) for each in (forward, backward))
-        parts, saved = np.zeros((*forward.shape, 7)), np.zeros((*forward.shape, len(self.levels)))
+        parts, saved = np.zeros((*forward.shape, len(USES))), np.zeros((*forward.shape, len(self.levels)))
         once = is_param and self.space.unsharding.once_per_step
         if once:
             parts[..., ONCE], parts[..., BACKWARD] = forward * count, added_s
@@ -259,24 +279,30 @@ class StageCosts:
             parts[..., FORWARD], parts[..., BACKWARD], parts[..., AGAIN] = forward * count, backward * count, forward
             if is_param and place == BODY:
                 saved[:] = gathered[..., None] * kept
-        return Costs(place, parts, np.zeros(len(self.levels)) if once else again, saved, wall)
+        again = np.zeros(len(self.levels)) if once else again
+        return Costs(place, parts, again, saved, wall, is_value=not is_param)
 
     def _added_s(self, flow: Flow) -> Floats:
         """Seconds to add a parameter's gradient of one micro-batch to that of the others, for every pair of choices."""
         space, (tail, head, ref, positions) = self.space, flow
         table = space.table(ref)
-        found = np.zeros((len(table.layouts), len(table.layouts)))
+        known = self._adding_s.setdefault(id(table), np.full((len(table.layouts), len(table.layouts)), math.nan))
         rows = [table.index[layout_at_tail(each, ref.index)] for each in space.options[tail]]
-        columns = [[table.index[layout_at_head(each, at)] for each in space.options[head]] for at in positions]
+        columns = [table.index[layout_at_head(each, positions[0])] for each in space.options[head]]
         for row in set(rows):
-            for column in set(chain.from_iterable(columns)):
-                source, target = table.layouts[row], table.layouts[column]
-                if source != target and math.isfinite(table.backward_s[row, column]):
-                    steps = table.route(source, target)
-                    summed = (each for each in steps if space.mesh.axes[each.axis].name == MICRO)
-                    found[row, column] = sum(space.conversion_s(ref, each.before, each.after)[1] for each in summed)
-        total: Floats = found[np.ix_(rows, columns[0])] / space.mesh.micro_batches
+            for column in set(columns):
+                if math.isnan(known[row, column]):
+                    known[row, column] = self._summing_s(ref, table, row, column)
+        total: Floats = known[np.ix_(rows, columns)] / space.mesh.micro_batches
         return total
+
+    def _summing_s(self, ref: Ref, table: ReshardingTable, row: int, column: int) -> float:
+        """Seconds of what sums the gradients of all micro-batches on the way between two layouts."""
+        space, (source, target) = self.space, (table.layouts[row], table.layouts[column])
+        if source == target or not math.isfinite(table.backward_s[row, column]):
+            return 0.0
+        steps = (each for each in table.route(source, target) if space.mesh.axes[each.axis].name == MICRO)
+        return sum(space.conversion_s(ref, each.before, each.after)[1] for each in steps)
 
     def _place_of(self, tail: Variable, head: Variable) -> str:
         kinds = {self._kind_of(each) for each in (tail, head)} - {None}
@@ -293,6 +319,11 @@ class StageCosts:
 
     # ---- under prices ------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _table(self) -> CostTable:
+        assert self.kept is not None
+        return CostTable(len(self.levels), self._singles, self._pairs, self.kept)
+
     def under(
         self,
         at: Sequence[tuple[int, int]],
@@ -301,8 +332,14 @@ class StageCosts:
         once: float,
         behind: float,
         mix: tuple[Floats, Floats] | None = None,
+        *,
+        of_multiple: bool = False,
     ) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
         """Singles and pairs of the problem of choices, an entry for each stage and level that all of the body is at.
+
+        In ``k`` times as many micro-batches each takes a ``k``-th at least, as nothing takes more than ``k`` times as
+        long for ``k`` times as much; what is held and done once a step is the same. Values may go another way, whose
+        sum alone is no shorter, and of those that are given less is held.
 
         Args:
             at: numbers of stages among the ``body``'s prices, and of levels.
@@ -310,50 +347,37 @@ class StageCosts:
             once: what a second once a step counts.
             behind: and one behind work, at most as much.
             mix: how much each level counts of what runs again, and of what is saved, for each entry; instead of one.
+            of_multiple: whether prices are of a multiple of the space's micro-batches, times its part of one of them.
         """
-        stages, numbers = np.array([stage for stage, _ in at]), np.array([number for _, number in at])
+        stages, numbers = np.array(at).T
         of_level = np.eye(len(self.levels))[numbers].T
         again_mix, saved_mix = (of_level, of_level) if mix is None else mix
-        rows = {
-            BODY: _Rows(body.forward[stages], body.backward[stages], body.held[stages], body.saved[stages]),
-            FIRST: _Rows.of(prices, 0, len(at)),
-            LAST: _Rows.of(prices, prices.stages - 1, len(at)),
-            ANYWHERE: _Rows.least(prices, len(at)),
+        rows = np.stack([prices.forward, prices.backward, prices.held, prices.saved])
+        elsewhere = {FIRST: rows[:, 0], LAST: rows[:, -1], ANYWHERE: rows.min(axis=1)}
+        priced = {BODY: np.stack([body.forward, body.backward, body.held, body.saved])[:, stages]}
+        priced |= {place: np.tile(each[:, None], len(at)) for place, each in elsewhere.items()}
+        weights, other = {}, np.tile([[once], [behind], [-behind]], len(at))
+        for place, (forward, backward, held, saved) in priced.items():
+            by_level, wall = (again_mix * backward, saved_mix * saved), np.ones(len(at))
+            weights[place, False] = np.vstack([forward, backward, other, held, *by_level, wall])
+            if of_multiple:
+                forward = backward = np.minimum(forward, backward)
+                held, by_level = 0.0 * held, (0.0 * by_level[0], by_level[1])
+            weights[place, True] = np.vstack([forward, backward, other, held, *by_level, wall])
+        return self._table.under(weights)
+
+    def variants(self, choices: Sequence[int], ranks: int, part: float = 1.0) -> dict[str, tuple[Variant, ...]]:
+        """What a block costs under some choices: of the body at every level, of the others together.
+
+        Args:
+            part: a micro-batch is of the space's.
+        """
+        sums = {
+            place: (np.zeros(len(USES)), np.zeros(len(self.levels)), np.zeros(len(self.levels))) for place in PLACES
         }
-
-        def priced(costs: Costs) -> Floats:
-            row = rows[costs.place]
-            again = costs.again @ again_mix if costs.place == BODY else np.zeros(len(at))
-            weights = np.stack(
-                [
-                    row.forward, row.backward, row.backward * again, np.full(len(at), once),
-                    np.full(len(at), behind), np.full(len(at), -behind), row.held,
-                ]
-            )  # fmt: skip
-            found: Floats = costs.parts @ weights + (costs.saved @ saved_mix) * row.saved + costs.wall[..., None]
-            return found
-
-        known: dict[int, Floats] = {}
-        pairs = {}
-        for ends, several in self.pairs.items():
-            total = None
-            for costs in several:
-                if id(costs) not in known:
-                    known[id(costs)] = priced(costs)
-                total = known[id(costs)] if total is None else total + known[id(costs)]
-            assert total is not None
-            pairs[ends] = total
-        singles = [priced(costs) for costs in self.singles]
-        for ends in [ends for ends in pairs if ends[0] == ends[1]]:
-            singles[ends[0]] = singles[ends[0]] + np.einsum("cck->ck", pairs.pop(ends))
-        return singles, pairs
-
-    def variants(self, choices: Sequence[int], ranks: int) -> dict[str, tuple[Variant, ...]]:
-        """What a block costs under some choices: of the body at every level, of the others together."""
-        sums = {place: (np.zeros(7), np.zeros(len(self.levels)), np.zeros(len(self.levels))) for place in PLACES}
         entries: list[tuple[Costs, tuple[int, ...]]]
-        entries = [(each, (choices[number],)) for number, each in enumerate(self.singles)]
-        entries += [(each, (choices[a], choices[b])) for (a, b), several in self.pairs.items() for each in several]
+        entries = [(each, (choices[number],)) for number, each in enumerate(self._singles)]
+        entries += [(each, (choices[a], choices[b])) for (a, b), several in self._pairs.items() for each in several]
         for costs, where in entries:
             parts, again, saved = sums[costs.place]
             parts += costs.parts[where]
@@ -365,29 +389,10 @@ class StageCosts:
             behind = max(0.0, parts[BEHIND] - parts[COVER])
             found[place] = tuple(
                 Variant(
-                    parts[FORWARD] / times, (parts[BACKWARD] + again[number]) / times,
-                    (parts[ONCE] + behind) / ranks / times, parts[HELD] / times, saved[number] / times,
+                    parts[FORWARD] * part / times,
+                    (parts[BACKWARD] + again[number]) * part / times,
+                    (parts[ONCE] + behind) / ranks / times, parts[HELD] / times, saved[number] * part / times, number,
                 )
                 for number in range(len(self.levels) if place == BODY else 1)
             )  # fmt: skip
         return found
-
-
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Prices of a place, one for each entry."""
-
-    forward: Floats
-    backward: Floats
-    held: Floats
-    saved: Floats
-
-    @classmethod
-    def of(cls, prices: Prices, stage: int, count: int) -> _Rows:
-        fields = (prices.forward, prices.backward, prices.held, prices.saved)
-        return cls(*(np.full(count, each[stage]) for each in fields))
-
-    @classmethod
-    def least(cls, prices: Prices, count: int) -> _Rows:
-        fields = (prices.forward, prices.backward, prices.held, prices.saved)
-        return cls(*(np.full(count, each.min()) for each in fields))

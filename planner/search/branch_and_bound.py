@@ -35,6 +35,7 @@ from planner.search.candidate_bounds import (
     Incumbent,
     SearchContext,
     begin,
+    begin_together,
     better,
     close,
     evaluate_branch,
@@ -42,7 +43,7 @@ from planner.search.candidate_bounds import (
     is_reached,
 )
 from planner.search.infeasibility import check_divisible
-from planner.search.parallel_config import Arithmetic, ParallelConfig, seeds
+from planner.search.parallel_config import Arithmetic, ParallelConfig, batch_of, seeds
 from planner.search.pipeline_refinement import refined
 from planner.search.unfolding import may_differ, refolded, unfolded
 from planner.solve.problem import Evaluation
@@ -233,7 +234,8 @@ def _best_first(
 ) -> tuple[Incumbent | None, list[Branch]]:
     """Best first over the configurations, starting from the best plan known; what became of each, in their order."""
     arithmetic, schedule = Arithmetic(decision_graph, context.cost), context.pins.schedule
-    waiting = [begin(config, arithmetic.bound_s(config, schedule), frontier) for config in configs]
+    batch = batch_of(decision_graph.graph)
+    waiting = begin_together(begin(config, arithmetic.bound_s(config, schedule), frontier, batch) for config in configs)
     is_split = any(config.micro_batched for config in configs)
     usual = seeds(configs, context.cost.cluster, decision_graph.graph) if is_split else []
     first = {config: number for number, config in enumerate(usual)}
@@ -241,16 +243,17 @@ def _best_first(
     while waiting:
         is_late = context.is_late()
         if best is not None and is_late:
-            closed += [close(branch, best) for branch in waiting]
+            closed += [close(each, best) for branch in waiting for each in branch.every]
             break
-        # To seek plans where it is promising, or to prove bounds: where there are many configurations, alternately.
-        is_deeper = is_split and not is_deeper
-        begun = [branch for branch in waiting if branch.is_priced and not branch.is_tried] if is_deeper else []
-        branch = min(begun or waiting, key=lambda branch: _priority(branch, first, best))
+        # Pipelines of configurations that were begun, and others, take turns, but for those to evaluate first.
+        is_deeper = not is_deeper
+        chosen = [each for each in waiting if (each.pipeline is not None) == is_deeper] or waiting
+        branch = min(chosen, key=lambda branch: _priority(branch, first, best))
         waiting.remove(branch)
+        branch = context.raised(branch)
         is_left_out = is_late and branch.is_expensive and len(closed) + 1 < len(configs)
-        if is_left_out or is_near(context, branch, best) or is_reached(branch.candidate.bound_s, best):
-            closed.append(close(branch, best))
+        if is_left_out or is_near(context, branch, best) or is_reached(branch.bound_s, best):
+            closed += [close(each, best) for each in branch.every]
             continue
         for each in evaluate_branch(context, decision_graph, branch, best):
             known, best = best, better(best, each)
@@ -268,18 +271,19 @@ def _best_first(
     return best, sorted(closed, key=place)
 
 
-def _priority(branch: Branch, first: Mapping[ParallelConfig, int], best: Incumbent | None) -> tuple[float, float]:
+def _priority(branch: Branch, first: Mapping[ParallelConfig, int], best: Incumbent | None) -> tuple[float, ...]:
     """The least is evaluated next: ``first``, then configurations near the best plan's, then by what is expected."""
-    config, expected_s = branch.candidate.config, branch.expected_s
+    configs, expected_s = [each.candidate.config for each in branch.every], branch.expected_s
     if branch.is_tried:
-        return NEAR + 1, expected_s
-    if branch.formulated is None:
-        for wanted in (config, replace(config, unsharding=PER_STEP))[: 1 + (best is None)]:
-            if wanted in first:
-                return -1, first[wanted]
-    if best is None:
-        return (0 if branch.pipeline is not None else NEAR + 1), expected_s
-    return min(config.distance(best.config), NEAR + 1), expected_s
+        return NEAR + 1, branch.bound_s
+    if branch.pipeline is None or best is None:
+        wanted = [replace(config, unsharding=PER_STEP) if best is None else config for config in configs]
+        places = [first[config] for config in wanted if config in first]
+        if places:
+            return -1, min(places), expected_s
+    if branch.pipeline is not None:
+        return 0, expected_s
+    return NEAR if best is None else min(NEAR, *(each.distance(best.config) for each in configs)), expected_s
 
 
 def _rows(branches: list[Branch]) -> list[Candidate]:

@@ -23,8 +23,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from planner.analysis.pipeline.chain import Link, links_of
@@ -56,6 +57,12 @@ from planner.solve.problem import Evaluation, Problem, evaluate, least_bytes, mo
 
 Progress = Callable[[str], None]
 PROVED = 1e-6
+LIKELY = 0.02
+"""A pipeline that is likely to be faster than the best plan by this part is cut at once."""
+DOUBT = 1.5
+"""So many times longer than bounds say a step is expected where samples are too few for the ranks."""
+SIMILAR = 4
+"""Up to so many times the micro-batches costs are near enough to those of a multiple to solve relaxations with them."""
 GRACE_S = 1.0
 """What a problem gets of time after the limit, while no plan is known at all."""
 
@@ -130,8 +137,9 @@ class SearchContext:
 
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
-    ``formulated`` the last space of each configuration, ``paths`` those of the schedule of each pipeline, ``typical``
-    what solves the problem of a typical rank, and ``chains`` those of choices.
+    ``formulated`` the last space of each configuration, ``paths`` those of the schedule of each pipeline,
+    ``own_bounds`` those of configurations by themselves, ``free_s`` what plans take if memory and waiting cost nothing,
+    by micro-batches, ``typical`` what solves the problem of a typical rank, and ``chains`` those of choices.
     """
 
     cost: CostModel
@@ -147,6 +155,8 @@ class SearchContext:
     known: dict[str, Labels] = field(default_factory=dict)
     formulated: dict[ParallelConfig, Space] = field(default_factory=dict)
     paths: dict[Pipeline, Paths] = field(default_factory=dict)
+    own_bounds: dict[ParallelConfig, PipelineBounds] = field(default_factory=dict)
+    free_s: dict[object, dict[int, float]] = field(default_factory=dict)
     typical: dict[Space, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     chains: dict[tuple[Space, tuple[int, ...]], tuple[Link, ...]] = field(default_factory=dict)
     stored: StoredLayouts | None = None
@@ -187,6 +197,30 @@ class SearchContext:
             )
         return space
 
+    def bounds(self, decision_graph: DecisionGraph, config: ParallelConfig) -> PipelineBounds:
+        """Bounds of the pipelines of one configuration, and of those with a multiple of its micro-batches."""
+        space = self.formulate(decision_graph, config)
+        waits = self.pins.schedule not in OUT_OF_ORDER
+        found = PipelineBounds(StageCosts(space, self.levels), self.limit_bytes, least_send_s(space), waits)
+        if self.is_even:
+            self.free_s.setdefault(config.any_micro_batches, {})[config.mesh.micro_batches] = found.free_s
+        return found
+
+    @property
+    def is_even(self) -> bool:
+        """Whether nothing takes more than ``k`` times as long for ``k`` times as much; what was measured may."""
+        return self.cost.cluster.calibration is None
+
+    def raised(self, branch: Branch) -> Branch:
+        """The branch bounded by what plans with fewer micro-batches take where memory and waiting cost nothing."""
+        config = branch.candidate.config
+        if branch.pipeline is None or branch.is_priced:
+            return branch
+        known = self.free_s.get(config.any_micro_batches, {})
+        found = [free_s for fewer, free_s in known.items() if config.mesh.micro_batches % fewer == 0]
+        bound_s = max(branch.candidate.bound_s, *found, 0.0)
+        return replace(branch, candidate=replace(branch.candidate, bound_s=bound_s))
+
     def pipelines(self, config: ParallelConfig, blocks: int) -> list[Pipeline]:
         """Those of so many blocks that the pins leave of one configuration."""
         names, virtual_stages = schedules(self.pins), self.pins.virtual_stages
@@ -220,11 +254,13 @@ class Branch:
     """How closely a candidate was evaluated, over the steps ``low`` to ``high`` of the Pareto frontier of
     recomputation.
 
-    A micro-batched one has all of them, and one ``pipeline`` of its configuration.
+    A micro-batched one has all of them, and one ``pipeline`` of its configuration; until its work is known also
+    ``others``, the same configuration with more micro-batches.
 
-    ``is_priced`` once its relaxation was, ``is_sought`` once a pipeline was cut; ``met`` are choices that solve the
-    relaxation of a pipeline, and ``bounds`` what that is of; ``choices`` and ``step`` are the best plan found there,
-    ``evaluation`` what it costs, and ``staged`` how it runs micro-batched.
+    ``is_priced`` once its relaxation is proved, ``is_sought`` once a pipeline was cut; ``met`` are choices that solve
+    the relaxation of a pipeline, ``bounds`` what that is of, and ``likely_s`` what it takes with those;
+    ``choices`` and ``step`` are the best plan found there, ``evaluation`` what it costs, and ``staged`` how it runs
+    micro-batched.
     """
 
     candidate: Candidate
@@ -234,7 +270,10 @@ class Branch:
     high: int
     is_priced: bool = False
     is_sought: bool = False
+    others: tuple[Branch, ...] = ()
+    doubt: float = 1.0
     pipeline: Pipeline | None = None
+    likely_s: float = 0.0
     bounds: PipelineBounds | None = None
     met: tuple[tuple[int, ...], ...] = ()
     choices: tuple[int, ...] | None = None
@@ -263,18 +302,30 @@ class Branch:
         """Whether a plan was sought."""
         return self.is_sought if self.candidate.config.micro_batched else self.is_priced
 
-    @property
+    @cached_property
+    def every(self) -> tuple[Branch, ...]:
+        """It by itself, and each of the others."""
+        return (replace(self, others=()), *self.others) if self.others else (self,)
+
+    @cached_property
+    def bound_s(self) -> float:
+        """No plan of any of them is faster."""
+        return min(branch.candidate.bound_s for branch in self.every)
+
+    @cached_property
     def expected_s(self) -> float:
         """Seconds that its plans may take: its bound, or unless waiting is in it that of a pipeline of even stages."""
+        if self.likely_s:
+            return max(self.candidate.bound_s, self.likely_s)
         p = self.pipeline
-        waits = 0.0 if p is None or self.is_priced else (p.ranks - 1) / (p.micro_batches * p.virtual_stages)
-        return self.candidate.bound_s * (1 + waits)
+        waits = 0.0 if p is None else (p.ranks - 1) / (p.micro_batches * p.virtual_stages)
+        return self.bound_s * self.doubt * (1 + waits)
 
     @property
     def is_done(self) -> bool:
         """Whether it was evaluated as closely as can be."""
         if self.candidate.config.micro_batched:
-            return self.is_sought
+            return self.is_sought and self.is_priced
         return self.low == self.high and self.candidate.proof == "search"
 
     @property
@@ -292,10 +343,28 @@ class Branch:
         return least, more
 
 
-def begin(config: ParallelConfig, bound_s: float, frontier: ParetoFrontier) -> Branch:
-    """A configuration of which only arithmetic is known."""
+def begin(config: ParallelConfig, bound_s: float, frontier: ParetoFrontier, batch: int) -> Branch:
+    """A configuration of which only arithmetic is known; its plans are doubted where not even the last axis leaves
+    others a sample of each micro-batch.
+    """
     candidate = Candidate(config, "not tried", math.inf, bound_s, 0, "arithmetic")
-    return Branch(candidate, None, frontier, 0, len(frontier.steps) - 1)
+    ranks = config.mesh.size // config.mesh.sizes[-1]
+    doubt = DOUBT if ranks * config.mesh.micro_batches > max(1, batch) else 1.0
+    return Branch(candidate, None, frontier, 0, len(frontier.steps) - 1, doubt=doubt)
+
+
+def begin_together(branches: Iterable[Branch]) -> list[Branch]:
+    """The same, with those of one mesh and more micro-batches among the others of the one with the fewest."""
+    found: dict[object, list[Branch]] = {}
+    for branch in branches:
+        config = branch.candidate.config
+        found.setdefault((config.any_micro_batches, config.mesh.micro_batches == 1), []).append(branch)
+    return [_together(branches) for branches in found.values()]
+
+
+def _together(branches: Iterable[Branch]) -> Branch:
+    least, *others = sorted(branches, key=lambda branch: branch.candidate.config.mesh.micro_batches)
+    return replace(least, others=tuple(others))
 
 
 def evaluate_branch(
@@ -303,9 +372,13 @@ def evaluate_branch(
 ) -> list[Branch]:
     """Evaluate a branch once more, all that it covers or its parts."""
     if branch.candidate.config.micro_batched:
-        if branch.bounds is None:
-            return _by_pipeline(context, decision_graph, branch)
-        return [(_cut if branch.is_priced else _at_prices)(context, branch, best)]
+        if branch.pipeline is None:
+            return _by_pipeline(context, decision_graph, branch, best)
+        if branch.likely_s and branch.formulated is not None:
+            return [(_proved if branch.is_sought else _cut)(context, branch, best)]
+        if branch.likely_s or branch.bounds is None:
+            branch = _by_itself(context, decision_graph, branch)
+        return [_estimated(context, branch, best)]
     if branch.formulated is None:
         return [_at_work(context, decision_graph, branch)]
     if not branch.is_priced:
@@ -316,46 +389,91 @@ def evaluate_branch(
     return [_whole(context, branch, best)]
 
 
-def _by_pipeline(context: SearchContext, decision_graph: DecisionGraph, branch: Branch) -> list[Branch]:
-    """Every pipeline of a configuration, bounded by its work and communication, if memory and waiting were free.
+def _by_pipeline(
+    context: SearchContext, decision_graph: DecisionGraph, branch: Branch, best: Incumbent | None
+) -> list[Branch]:
+    """Every pipeline of a configuration, bounded by its work and communication, if memory and waiting were free; and of
+    those with a multiple of its micro-batches, if it covers others.
 
     The same configuration with parameters gathered in each micro-batch, where that may be, communicates as much at
     least; its memory is another.
     """
-    config = branch.candidate.config
-    context.say(f"mesh {config}")
+    reached, waiting = list[Branch](), list[Branch]()
+    for each in branch.every:
+        (reached if is_reached(each.candidate.bound_s, best) else waiting).append(each)
+    fewest = waiting[0].candidate.config
+    multiples = [each for each in waiting if each.candidate.config.mesh.micro_batches % fewest.mesh.micro_batches == 0]
+    multiples = multiples if context.is_even else waiting[:1]
+    rest = [each for each in waiting if each not in multiples]
+    found = [*reached, *([_together(rest)] if rest else [])]
+    context.say(f"mesh {fewest}")
     before = time.monotonic()
-    space = context.formulate(decision_graph, config)
-    costs = StageCosts(space, context.levels, context.limit_bytes)
-    bounds = PipelineBounds(costs, context.limit_bytes, least_send_s(space), context.pins.schedule not in OUT_OF_ORDER)
-    free_s, choices = bounds.free()
+    bounds = context.bounds(decision_graph, fewest)
     context.took("build", before)
-    bound_s = max(free_s, bounds.packed_s, branch.candidate.bound_s)
-    if costs.least_bytes > context.limit_bytes:
-        bound_s = math.inf
-    status = "infeasible" if math.isinf(bound_s) else "not tried"
-    candidate = replace(branch.candidate, status=status, bound_s=bound_s, peak_bytes=costs.least_bytes, proof="work")
-    found = [
-        replace(branch, candidate=candidate, formulated=space, pipeline=each, bounds=bounds, met=choices)
-        for each in context.pipelines(config, len(decision_graph.folded.instances))
-    ]
-    if config.unsharding.once_per_step and PER_MICRO_BATCH in context.pins.unshardings and config.mesh.size > 1:
-        least_s = max(free_s, branch.candidate.bound_s)
-        found.append(begin(replace(config, unsharding=PER_MICRO_BATCH), least_s, branch.pareto_frontier))
-    return found
+    again = []
+    for each in multiples:
+        config, micro_batches = each.candidate.config, each.candidate.config.mesh.micro_batches
+        peak_bytes = bounds.costs.least_bytes(fewest.mesh.micro_batches / micro_batches)
+        bound_s = max(bounds.free_s, bounds.packed_s(micro_batches), each.candidate.bound_s)
+        bound_s = math.inf if peak_bytes > context.limit_bytes else bound_s
+        status = "infeasible" if math.isinf(bound_s) else "not tried"
+        candidate = replace(each.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="work")
+        is_similar = micro_batches <= SIMILAR * fewest.mesh.micro_batches
+        each = replace(each, candidate=candidate, bounds=bounds if is_similar else None, met=bounds.choices)
+        if config == fewest:
+            each = replace(each, formulated=bounds.costs.space)
+        found += [
+            replace(each, pipeline=pipeline)
+            for pipeline in context.pipelines(config, len(decision_graph.folded.instances))
+        ]
+        if config.unsharding.once_per_step and PER_MICRO_BATCH in context.pins.unshardings and config.mesh.size > 1:
+            least_s = max(bounds.free_s, each.candidate.bound_s) if math.isfinite(bounds.free_s) else 0.0
+            candidate = Candidate(
+                replace(config, unsharding=PER_MICRO_BATCH), "not tried", math.inf, least_s, 0, "arithmetic"
+            )
+            again.append(Branch(candidate, None, branch.pareto_frontier, branch.low, branch.high, doubt=each.doubt))
+    return [*found, *begin_together(again)]
 
 
-def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
-    """A pipeline bounded with what its stages wait and hold, whatever its cut and its recomputation."""
+def _by_itself(context: SearchContext, decision_graph: DecisionGraph, branch: Branch) -> Branch:
+    """A pipeline with the costs of its own configuration."""
+    before, config = time.monotonic(), branch.candidate.config
+    bounds = context.own_bounds.get(config) or context.bounds(decision_graph, config)
+    context.own_bounds[config] = bounds
+    context.took("build", before)
+    bound_s = max(branch.candidate.bound_s, bounds.free_s)
+    candidate = replace(branch.candidate, bound_s=bound_s)
+    return replace(branch, candidate=candidate, formulated=bounds.costs.space, bounds=bounds)
+
+
+def _estimated(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+    """A pipeline with what its stages wait and hold, and cut if that is likely to be faster than the best plan; bounded
+    only where it is likely to be slower.
+    """
+    branch = _at_prices(context, branch, best, is_proof=False)
+    is_likely = best is None or branch.expected_s < best.evaluation.time_s * (1 - LIKELY)
+    return _cut(context, branch, best) if branch.formulated is not None and is_likely else branch
+
+
+def _proved(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+    """A pipeline bounded with what its stages wait and hold, whatever its cut and its recomputation; and cut for what
+    solved that.
+    """
+    branch = replace(_at_prices(context, branch, best, is_proof=True), is_priced=True)
+    return close(branch, best) if is_near(context, branch, best) else _cut(context, branch, best)
+
+
+def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None, is_proof: bool) -> Branch:
     assert branch.pipeline is not None and branch.bounds is not None
     before = time.monotonic()
     paths = context.paths.setdefault(branch.pipeline, Paths(branch.pipeline))
-    found = branch.bounds.of(paths, math.inf if best is None else _target_s(best))
+    enough_s = math.inf if best is None else min(_target_s(best), best.evaluation.time_s * (1 - context.gap))
+    found = branch.bounds.of(paths, enough_s, is_proof)
     context.took("solve", before)
     bound_s = max(branch.candidate.bound_s, found.time_s)
-    status = "infeasible" if math.isinf(bound_s) else "none found"
+    status = "infeasible" if math.isinf(bound_s) else "none found" if branch.is_sought else "not tried"
     candidate = replace(branch.candidate, status=status, bound_s=bound_s, proof="relaxation")
-    return replace(branch, candidate=candidate, is_priced=True, met=found.choices)
+    return replace(branch, candidate=candidate, met=found.choices, likely_s=max(found.expected_s, bound_s))
 
 
 def _cut(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
@@ -364,13 +482,14 @@ def _cut(context: SearchContext, branch: Branch, best: Incumbent | None) -> Bran
     for choices in dict.fromkeys((*reversed(branch.met), *_typical(context, branch))):
         branch = _with_pipeline(context, branch, choices, best)
         best = better(best, branch)
-    if best is None:
+    if best is None:  # nothing fits so far
         space = branch.space.holding(branch.candidate.config.in_flight)
         light = lightest(space.problem(context.limit_bytes, branch.pareto_frontier.steps[-1]))
         branch = _with_pipeline(context, branch, light, best)
         best = better(best, branch)
     context.took("solve", before)
-    return close(replace(branch, is_sought=True), best)
+    branch = replace(branch, is_sought=True)
+    return close(branch, best) if branch.is_done else branch
 
 
 def _at_work(context: SearchContext, decision_graph: DecisionGraph, branch: Branch) -> Branch:
@@ -585,7 +704,7 @@ def close(branch: Branch, best: Incumbent | None) -> Branch:
         status = "pruned"
     else:
         status = "feasible" if branch.choices else "none found" if branch.is_priced else "not tried"
-    return replace(branch, candidate=replace(candidate, status=status))
+    return replace(branch, candidate=replace(candidate, status=status), bounds=None)
 
 
 def _target_s(best: Incumbent) -> float:
@@ -595,9 +714,8 @@ def _target_s(best: Incumbent) -> float:
 
 def is_near(context: SearchContext, branch: Branch, best: Incumbent | None) -> bool:
     """Whether a branch need not be searched: it is bounded, and no plan of it can be faster by more than the gap."""
-    return (
-        branch.is_priced and best is not None and branch.candidate.bound_s >= best.evaluation.time_s * (1 - context.gap)
-    )
+    is_bounded = branch.is_priced or branch.likely_s > 0.0
+    return is_bounded and best is not None and branch.candidate.bound_s >= best.evaluation.time_s * (1 - context.gap)
 
 
 def is_reached(bound_s: float, best: Incumbent | None) -> bool:

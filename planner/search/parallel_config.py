@@ -64,6 +64,11 @@ class ParallelConfig:
         return min(self.mesh.micro_batches, (self.stages + 1) / 2)
 
     @property
+    def any_micro_batches(self) -> tuple[int, Mesh, Unsharding]:
+        """What is the same of configurations that differ in micro-batches."""
+        return self.stages, self.mesh.micro_batched(1), self.unsharding
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Sizes by name, pipeline first."""
         stages = {"pipeline": self.stages} if self.stages > 1 else {}

@@ -8,29 +8,37 @@ for the master program. The two meet where no block is cheaper in a new one.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import accumulate
 
 import numpy as np
 
+from planner.formulation.cost_table import ANYWHERE, BODY, FIRST, LAST
 from planner.formulation.search_space import Space
 from planner.formulation.stage_boundaries import crossing
-from planner.formulation.stage_costs import ANYWHERE, BODY, FIRST, LAST, StageCosts
+from planner.formulation.stage_costs import StageCosts
 from planner.ir.layout import PIPELINE, Axis
 from planner.solve.choices.tree import Tree
-from planner.solve.choices.under_many import LeastOfEach, least_of_each
-from planner.solve.pipeline.master import Master, MasterSolution, Paths, Prices
-from planner.solve.problem import Floats
+from planner.solve.choices.under_many import LeastOfEach, least_of_each, least_with_choices
+from planner.solve.pipeline.master import Master, MasterSolution, Paths, Prices, Variant
+from planner.solve.problem import Floats, Ints
 
 ROUNDS = 3
 """Times at most that the master program is given new variants."""
 CLOSE = 5e-3
 """Part of a step between bound and program that is not worth another round."""
-TOGETHER = 16
-"""So many prices at a time the choices of least cost are found for."""
+MOST_NEW = 4
+"""Variants at most that the master program is given at once."""
+TOGETHER, LEAST_TOGETHER, ENTRIES = 16, 4, 4_000_000
+"""For so many prices at a time the choices of least cost are found; for fewer where tables have more entries."""
+ALIKE = 0.05
+"""Stages whose prices differ by no more of the dearest count as alike where memory costs nothing."""
+PARTS = (1.0, 0.75, 0.5, 0.25)
+"""Of two prices, how much of one is in the mixtures that others are compared with."""
 APART = 4e-3
 """Part of a step by which what is known of other prices may be below the least that was found."""
 OVER = 30.0
@@ -39,14 +47,18 @@ OVER = 30.0
 
 @dataclass(frozen=True)
 class PipelineBound:
-    """No plan of a pipeline takes less than ``time_s``; infinite: none fits. ``choices`` are those met, best last."""
+    """No plan of a pipeline takes less than ``time_s``; infinite: none fits.
+
+    ``expected_s`` is what the relaxation takes with the ``choices`` that were met, best last.
+    """
 
     time_s: float
     choices: tuple[tuple[int, ...], ...]
+    expected_s: float = 0.0
 
 
 class PipelineBounds:
-    """Bounds of the pipelines of one space.
+    """Bounds of the pipelines of one space, and of the same with a multiple of its micro-batches.
 
     Args:
         limit_bytes: of every rank.
@@ -56,97 +68,187 @@ class PipelineBounds:
 
     def __init__(self, costs: StageCosts, limit_bytes: int | None, send_s: float, waits: bool):
         self.costs, self.limit_bytes, self.send_s, self.waits = costs, limit_bytes, send_s, waits
+        self._behind, self._is_multiple = 1.0, False
+        self._free_with: list[Floats] = []
         self._tree: Tree | None = None
-        self._free: tuple[float, tuple[tuple[int, ...], ...]] = -math.inf, ()
-        self._behind = 1.0
+        self.free_s, self._free = self._find_free()
+
+    @property
+    def choices(self) -> tuple[tuple[int, ...], ...]:
+        """Those that are fastest where memory and waiting cost nothing."""
+        return (self._free,) if self._free else ()
+
+    def _part(self, micro_batches: int) -> float:
+        """How much of one of the space's micro-batches one of so many is."""
+        return self.costs.space.mesh.micro_batches / micro_batches
 
     @cached_property
     def places(self) -> list[str]:
         """Where there are blocks or what lies between them."""
-        return [BODY, *(place for place in (FIRST, LAST, ANYWHERE) if self._is_there(place))]
+        return [BODY, *(place for place in (FIRST, LAST, ANYWHERE) if self.costs.is_anything(place))]
 
-    def _choices_of(self, assignment: Sequence[int]) -> tuple[int, ...]:
+    def _find_free(self) -> tuple[float, tuple[int, ...]]:
+        """What all pipelines take at least if memory and waiting cost nothing, and the choices of that."""
+        if self.costs.kept is None:
+            return math.inf, ()
+        found_s, choices = self._at_even_pace()
+        if choices and self.costs.exposed_s(choices) < 0.0:  # work covers all that is behind it
+            self._behind = 0.0
+            found_s, choices = self._at_even_pace()
+        return found_s, choices
+
+    def _at_even_pace(self) -> tuple[float, tuple[int, ...]]:
+        ranks, micro_batches = self.costs.space.stages, self.costs.space.mesh.micro_batches
+        even, nothing = np.full(1, micro_batches / ranks), np.zeros(1)
+        work = Prices(even, even, nothing, nothing, nothing, 0.0, 0.0)
+        found, least = self._least_of([(0, 0)], work, work, 1.0 / ranks)
+        if np.isinf(found).all():
+            return math.inf, ()
+        self._free_with = [each[0] for each in least_with_choices(least)]
+        return float(found[0]), self._choices_of(least.assignment(0))
+
+    def _narrow(self, least_s: list[Floats], enough_s: float) -> None:
+        """Drop choices with which all plans take ``enough_s`` or more.
+
+        Args:
+            least_s: what plans with each of the kept choices take at least.
+        """
+        dropped = [each >= enough_s for each in least_s]
+        if any(each.any() for each in dropped):
+            self.costs, self._tree = self.costs.without(dropped), None
+
+    def _narrow_freely(self, enough_s: float) -> None:
+        """Drop those with which they would, even if memory and waiting cost nothing."""
+        before = self.costs.kept
+        self._narrow(self._free_with, enough_s)
+        if before is not None and self.costs.kept is not None:
+            numbers = zip(self._free_with, before, self.costs.kept, strict=True)
+            self._free_with = [least_s[np.isin(old, new)] for least_s, old, new in numbers]
+
+    def _choices_of(self, assignment: Ints) -> tuple[int, ...]:
         """An assignment of what is kept in the space's choices."""
         assert self.costs.kept is not None
         return tuple(int(kept[each]) for kept, each in zip(self.costs.kept, assignment, strict=True))
 
-    def _is_there(self, place: str) -> bool:
-        pairs = (each for several in self.costs.pairs.values() for each in several)
-        return place == ANYWHERE or any(each.place == place for each in (*self.costs.singles, *pairs))
+    def of(self, paths: Paths, enough_s: float, is_proof: bool = True) -> PipelineBound:
+        """That of one pipeline, raised no further once it reaches ``enough_s``; unless it ``is_proof`` only if it may
+        reach that.
+        """
+        if self.free_s >= enough_s:
+            return PipelineBound(self.free_s, self.choices)
+        self._narrow_freely(enough_s)
+        return copy.copy(self)._of(paths, enough_s, is_proof)
 
-    def free(self) -> tuple[float, tuple[tuple[int, ...], ...]]:
-        """What all pipelines take at least if memory and waiting cost nothing, and the choices of that."""
+    def _of(self, paths: Paths, enough_s: float, is_proof: bool) -> PipelineBound:
+        """The same, with fewer choices from then on."""
+        part, ranks = self._part(paths.pipeline.micro_batches), paths.pipeline.ranks
+        self._is_multiple = part != 1.0
+        if self.costs.kept is not None and self.limit_bytes is not None and not self._is_multiple:
+            self.costs, self._tree = self.costs.fitting(self.limit_bytes), None
         if self.costs.kept is None:
-            self._free = math.inf, ()
-            return math.inf, ()
-        ranks, micro_batches = self.costs.space.stages, self.costs.space.mesh.micro_batches
-        even, nothing = np.full(1, micro_batches / ranks), np.zeros(1)
-        work = Prices(even, even, nothing, nothing, nothing, 0.0, 0.0)
-        bound_s, choices = self._under(work, 1.0 / ranks, levels=1)
-        if choices and self.costs.exposed_s(choices) < 0.0:  # work covers all that is behind it
-            self._behind = 0.0
-            bound_s, choices = self._under(work, 1.0 / ranks, levels=1)
-        self._free = (bound_s, (choices,) if choices else ())
-        return bound_s, tuple(map(self._choices_of, self._free[1]))
+            return PipelineBound(enough_s, self.choices)
+        waiting_s = self._narrow_at_pace(paths, part, enough_s)
+        bound_s, met = max(self.free_s, waiting_s), [*self.choices]
+        if bound_s >= enough_s or self.costs.kept is None:
+            return PipelineBound(enough_s, self.choices)
+        master = self._master(paths, part, self.limit_bytes)
+        new = met
+        for number in range(ROUNDS):
+            self._add(master, new, part)
+            solution = master.solve(OVER * max(bound_s, 1e-9))
+            solution = replace(solution, prices=solution.prices.of_part(part))
+            if solution.over > 0.0 and self._needs_more(solution.prices):
+                return PipelineBound(enough_s, tuple(met), solution.step_s)
+            at_these = partial(self._under, solution.prices, part * self.send_s, 1.0 / ranks, enough_s)
+            is_wanted = is_proof or solution.step_s >= enough_s
+            found = at_these(solution.step_s * (1 - CLOSE) if is_wanted else math.inf)
+            new = [choices for choices in found.choices if choices not in met][:MOST_NEW]
+            is_last = found.is_whole or not new or number == ROUNDS - 1
+            if is_last and is_wanted and not found.is_whole:
+                found = at_these(-math.inf)
+            bound_s = max(bound_s, min(found.bound_s, enough_s))
+            if bound_s >= enough_s:
+                break
+            met += new
+            if is_last:
+                break
+        if bound_s < enough_s:
+            alike = self._alike(master.variants[0], solution, ranks)
+            if alike not in met:
+                met.append(alike)
+        return PipelineBound(bound_s, tuple(met), solution.step_s)
 
-    def of(self, paths: Paths, enough_s: float) -> PipelineBound:
-        """That of one pipeline, raised no further once it reaches ``enough_s``."""
-        costs, stages, ranks = self.costs, paths.pipeline.stages, paths.pipeline.ranks
-        bound_s, free = self._free
-        met = [*free]
-        if bound_s >= enough_s:
-            return PipelineBound(bound_s, tuple(map(self._choices_of, met)))
-        homes = {BODY: None, FIRST: 0, LAST: stages - 1, ANYWHERE: None}
-        counts = [max(1, costs.blocks(place)) for place in self.places]
-        master = Master(
-            paths, counts, [homes[place] for place in self.places], self.limit_bytes, max(bound_s, 1e-9), self.send_s,
-            [costs.blocks(place) > 0 for place in self.places],
-        )  # fmt: skip
-        for _ in range(ROUNDS):
-            variants = costs.variants(met[-1], ranks)
+    def _master(self, paths: Paths, part: float, limit_bytes: int | None) -> Master:
+        homes = {BODY: None, FIRST: 0, LAST: paths.pipeline.stages - 1, ANYWHERE: None}
+        return Master(
+            paths,
+            [max(1, self.costs.blocks(place)) for place in self.places],
+            [homes[place] for place in self.places],
+            limit_bytes,
+            max(self.free_s, 1e-9),
+            part * self.send_s,
+            [self.costs.blocks(place) > 0 for place in self.places],
+        )
+
+    def _add(self, master: Master, new: Iterable[tuple[int, ...]], part: float) -> None:
+        """Let blocks run by these choices, at any level."""
+        for choices in new:
+            variants = self.costs.variants(choices, master.pipeline.ranks, part)
             for group, place in enumerate(self.places):
                 for variant in variants[place]:
                     master.add(group, variant)
-            solution = master.solve(OVER * max(bound_s, 1e-9))
-            found_s, choices = self._under(solution.prices, 1.0 / ranks)
-            bound_s = max(bound_s, found_s)
-            if math.isinf(bound_s) or bound_s >= enough_s:
-                break
-            is_new = choices not in met
-            met += [choices] * is_new
-            if not is_new or bound_s >= solution.step_s * (1 - CLOSE):
-                break
-        if solution.over > 0.0 and self._needs_more(solution.prices):
-            bound_s = math.inf
-        if not math.isinf(bound_s) and bound_s < enough_s:
-            alike = self._alike(solution, ranks)
-            if alike not in met:
-                met.append(alike)
-        return PipelineBound(bound_s, tuple(map(self._choices_of, met)))
 
-    @cached_property
-    def packed_s(self) -> float:
+    def _narrow_at_pace(self, paths: Paths, part: float, enough_s: float) -> float:
+        """What plans take at least if memory cost nothing; drops choices with which that is ``enough_s`` or more.
+
+        Stages of about the same prices count as one that has the least of each.
+        """
+        if paths.pace is None:
+            master = self._master(paths, part, None)
+            self._add(master, self.choices, part)
+            paths.pace = master.solve(0.0).prices
+        prices, once = paths.pace.of_part(part), 1.0 / paths.pipeline.ranks
+        groups = _alike_stages(prices)
+        body = Prices(
+            np.array([prices.forward[group].min() for group in groups]),
+            np.array([prices.backward[group].min() for group in groups]),
+            np.zeros(len(groups)),
+            np.zeros(len(groups)),
+            np.array([prices.bonus_s[group].max() for group in groups]),
+            0.0,
+            0.0,
+        )
+        found, least = self._least_of([(number, 0) for number in range(len(groups))], body, prices, once)
+        besides_s = self._besides_s(prices, part * self.send_s) - self.costs.count * body.bonus_s
+        bound_s = float((found + besides_s).min())
+        if bound_s < enough_s and math.isfinite(enough_s):
+            with_each = least_with_choices(least)
+            self._narrow([(each + besides_s[:, None]).min(axis=0) for each in with_each], enough_s)
+        return bound_s
+
+    def _besides_s(self, prices: Prices, send_s: float) -> float:
+        """What is added to the costs of all blocks for a bound of the step."""
+        worth_s = {FIRST: prices.bonus_s[0], LAST: prices.bonus_s[-1], ANYWHERE: prices.bonus_s.max()}
+        others_s = math.fsum(self.costs.blocks(place) * float(each) for place, each in worth_s.items())
+        return prices.send * send_s - prices.room_s - others_s
+
+    def packed_s(self, micro_batches: int) -> float:
         """Seconds at least of blocks that are each whole on some rank, with what the first and the last rank have too.
 
         A rank that waits for ``w`` blocks, the first of the stages before it, and has ``n`` of the body takes
         ``n m + w`` times what a block takes, and ``m`` times what else it has.
         """
-        costs, ranks, micro_batches = self.costs, self.costs.space.stages, self.costs.space.mesh.micro_batches
-        if ranks == 1 or costs.kept is None:
+        costs, ranks, part = self.costs, self.costs.space.stages, self._part(micro_batches)
+        if ranks == 1 or not math.isfinite(self.free_s):
             return 0.0
-        nothing, one = np.zeros(2), np.ones(2)
-        none = Prices(nothing, nothing, nothing, nothing, nothing, 0.0, 0.0)
-        first, last = (Prices(each, each, nothing, nothing, nothing, 0.0, 0.0) for each in np.eye(2))
-        block_s = self._least(Prices(one, one, nothing, nothing, nothing, 0.0, 0.0), none, 0.0) / costs.count
-        first_s, last_s, once_s = (
-            self._least(none, first, 0.0), self._least(none, last, 0.0), self._least(none, none, 1.0 / ranks)
-        )  # fmt: skip
+        block_s, first_s, last_s, once_s = self._least_parts
         if not 0.0 < block_s < math.inf:
             return 0.0
+        block_s *= part
         body = [instance.kind == costs.body for instance in costs.folded.instances[: ranks - 1]]
         waits = [0, *accumulate(body)] if self.waits and ranks <= micro_batches else [0] * ranks
         besides = [
-            waits[rank] * block_s + micro_batches * ((rank == 0) * first_s + (rank == ranks - 1) * last_s)
+            waits[rank] * block_s + micro_batches * part * ((rank == 0) * first_s + (rank == ranks - 1) * last_s)
             for rank in range(ranks)
         ]
 
@@ -160,6 +262,18 @@ class PipelineBounds:
             low, high = (low, middle) if fits(middle) else (middle, high)
         return low + max(0.0, once_s)
 
+    @cached_property
+    def _least_parts(self) -> tuple[float, float, float, float]:
+        """Seconds at least of a block, of what else the first and the last rank have, and once a step."""
+        nothing, one = np.zeros(2), np.ones(2)
+        none = Prices(nothing, nothing, nothing, nothing, nothing, 0.0, 0.0)
+        first, last = (Prices(each, each, nothing, nothing, nothing, 0.0, 0.0) for each in np.eye(2))
+        block_s = self._least(Prices(one, one, nothing, nothing, nothing, 0.0, 0.0), none, 0.0) / self.costs.count
+        return (
+            block_s, self._least(none, first, 0.0), self._least(none, last, 0.0),
+            self._least(none, none, 1.0 / self.costs.space.stages),
+        )  # fmt: skip
+
     def _least(self, body: Prices, others: Prices, once: float) -> float:
         """What everything costs at least, nothing recomputed and nothing behind work."""
         singles, pairs = self.costs.under([(0, 0)], body, others, once, 0.0)
@@ -167,64 +281,65 @@ class PipelineBounds:
         self._tree = least.tree
         return float(least.bounds[0])
 
-    def _under(self, prices: Prices, once: float, levels: int | None = None) -> tuple[float, tuple[int, ...]]:
-        """What all blocks cost at least under prices, and the choices of that; infinite where all is forbidden.
+    def _under(
+        self, prices: Prices, send_s: float, once: float, enough_s: float = math.inf, promising_s: float = -math.inf
+    ) -> _Priced:
+        """What all blocks cost at least under prices, and choices that cost about that.
 
-        The least cost is concave in what the body's prices are, grows with them, and is not below what work may cover
-        where there are none. So at ``part`` of some prices or more it is no less than that part of what it is there and
-        the rest of that, and only prices of which this leaves open whether they are the cheapest are looked at
-        themselves, the most promising first.
+        Only prices of which it is open whether they are the cheapest are looked at themselves, the most promising first
+        (:class:`_Entries`).
 
         Args:
+            send_s: from a stage to the next at least.
             once: what a second once a step counts.
-            levels: how many levels of recomputation are looked at, the first ones; all if left out.
+            enough_s: bounds are raised no further.
+            promising_s: choices that cost less are enough, whatever others cost.
         """
         costs = self.costs
-        at = [(stage, level) for stage in range(prices.stages) for level in range(levels or len(costs.levels))]
-        stages, numbers = np.array(at).T
-        rows = np.stack([prices.forward, prices.backward, prices.held, prices.saved], axis=1)[stages]
-        bonus_s = costs.count * prices.bonus_s[stages]
+        besides_s = self._besides_s(prices, send_s)
         least_s = -once * self._behind * costs.most_covered_s
-        lower, exact = np.full(len(at), least_s), np.full(len(at), math.inf)
-        least: LeastOfEach | None = None
-        best, choices = math.inf, ()
+        entries = _Entries(prices, len(costs.levels), costs.count, least_s)
+        met: dict[tuple[int, ...], float] = {}
         while True:
-            known = np.isfinite(exact)
-            open_ = np.where(known, math.inf, lower - bonus_s)
-            if known.any() and float(open_.min()) >= best - APART * abs(best):
+            best_s = entries.best_s
+            if best_s + besides_s < promising_s:
                 break
-            chosen = np.argsort(open_, kind="stable")[:TOGETHER]
-            chosen = chosen[~known[chosen]]
+            closely_s = best_s - APART * abs(best_s) if math.isfinite(best_s) else math.inf
+            chosen = entries.open(min(closely_s, enough_s - besides_s), self._together)
             if not len(chosen):
                 break
-            found, least = self._least_of([at[k] for k in chosen], prices, prices, once)
+            found, least = self._least_of([entries.at[k] for k in chosen], prices, prices, once)
             if np.isinf(found).all():
-                return math.inf, ()
-            exact[chosen] = found
-            for k, cost in zip(chosen, found, strict=True):
-                if cost - bonus_s[k] < best:
-                    best = float(cost - bonus_s[k])
-                    choices = tuple(least.assignment([*chosen].index(k)).tolist())
-                like = numbers == numbers[k]
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    ratios = np.where(rows[k] > 0.0, rows / rows[k], math.inf)
-                part = np.minimum(ratios.min(axis=1), 1.0)
-                lower = np.where(like, np.maximum(lower, part * cost + (1 - part) * least_s), lower)
-        open_ = np.where(np.isfinite(exact), exact, lower) - bonus_s
-        others = sum(costs.blocks(place) * _worth_s(place, prices) for place in (FIRST, LAST, ANYWHERE))
-        return float(open_.min()) - others - prices.room_s + prices.send * self.send_s, choices
+                return _Priced(math.inf, True, ())
+            entries.add(chosen, found)
+            for number, k in enumerate(chosen):
+                choices = self._choices_of(least.assignment(number))
+                met[choices] = min(met.get(choices, math.inf), float(found[number] - entries.bonus_s[k]))
+        ordered = sorted(met, key=lambda choices: met[choices])
+        return _Priced(entries.lower_s + besides_s, best_s + besides_s >= promising_s, tuple(ordered))
+
+    @property
+    def _together(self) -> int:
+        """For so many prices at a time the choices of least cost are found."""
+        if self._tree is None:
+            return TOGETHER
+        return max(
+            LEAST_TOGETHER, min(TOGETHER, ENTRIES // self._tree.entries([len(each) for each in self.costs.kept or ()]))
+        )
 
     def _needs_more(self, prices: Prices) -> bool:
         """Whether all plans need more memory than there is, at the prices of bytes alone."""
         nothing = np.zeros(prices.stages)
         room_s = prices.room_s + float(prices.bonus_s.sum())
         bytes_alone = Prices(nothing, nothing, prices.held, prices.saved, nothing, room_s, 0.0)
-        return self._under(bytes_alone, 0.0)[0] > 1e-6 * room_s
+        return self._under(bytes_alone, 0.0, 0.0).bound_s > 1e-6 * room_s
 
-    def _alike(self, solution: MasterSolution, ranks: int) -> tuple[int, ...]:
+    def _alike(self, variants: Sequence[Variant], solution: MasterSolution, ranks: int) -> tuple[int, ...]:
         """The choices that are cheapest for all blocks alike, shared out over levels and stages as in the master."""
-        levels, prices = len(self.costs.levels), solution.prices
-        parts = solution.shares[0].reshape(-1, levels, prices.stages).sum(axis=0) / self.costs.count
+        prices = solution.prices
+        parts = np.zeros((len(self.costs.levels), prices.stages))
+        for variant, shares in zip(variants, solution.shares[0], strict=True):
+            parts[variant.level] += shares / self.costs.count
         by_stage = parts.sum(axis=0)
         forward, backward, held = (
             np.array([float(each @ by_stage)]) for each in (prices.forward, prices.backward, prices.held)
@@ -239,21 +354,86 @@ class PipelineBounds:
             1.0 / ranks,
             self._behind / ranks,
             (again[:, None], saved[:, None]),
+            of_multiple=self._is_multiple,
         )
-        return tuple(least_of_each(singles, pairs, self._tree).assignment(0).tolist())
+        return self._choices_of(least_of_each(singles, pairs, self._tree).assignment(0))
 
     def _least_of(
         self, at: list[tuple[int, int]], body: Prices, prices: Prices, once: float
     ) -> tuple[Floats, LeastOfEach]:
-        singles, pairs = self.costs.under(at, body, prices, once, once * self._behind)
+        behind, is_multiple = once * self._behind, self._is_multiple
+        singles, pairs = self.costs.under(at, body, prices, once, behind, of_multiple=is_multiple)
         least = least_of_each(singles, pairs, self._tree)
         self._tree = least.tree
         return least.bounds, least
 
 
-def _worth_s(place: str, prices: Prices) -> float:
-    """What a block of a place is worth to a stage at most."""
-    return float({FIRST: prices.bonus_s[0], LAST: prices.bonus_s[-1], ANYWHERE: prices.bonus_s.max()}[place])
+@dataclass(frozen=True)
+class _Priced:
+    """No plan costs less than ``bound_s`` under some prices; ``choices``, cheapest first, cost about that if all were
+    looked at (``is_whole``).
+    """
+
+    bound_s: float
+    is_whole: bool
+    choices: tuple[tuple[int, ...], ...]
+
+
+class _Entries:
+    """The least costs of all blocks at each stage and level: of some they are known, of others a bound.
+
+    The least cost is concave in what the body's prices are, grows with them, and is not below ``least_s`` where there
+    are none. So where prices are no less than a ``part`` of some mixture of others, it is no less than that part of the
+    mixture of what it is there, and the rest of ``least_s``.
+    """
+
+    def __init__(self, prices: Prices, levels: int, count: int, least_s: float):
+        self.at = [(stage, level) for stage in range(prices.stages) for level in range(levels)]
+        stages, self._level = np.array(self.at).T
+        self._rows = np.stack([prices.forward, prices.backward, prices.held, prices.saved], axis=1)[stages]
+        self.bonus_s = count * prices.bonus_s[stages]
+        self._least_s = least_s
+        self._lower, self._exact = np.full(len(self.at), least_s), np.full(len(self.at), math.inf)
+
+    @property
+    def best_s(self) -> float:
+        """The least that is known, less what blocks are worth there."""
+        return float((self._exact - self.bonus_s).min())
+
+    @property
+    def lower_s(self) -> float:
+        """No entry is less."""
+        return float((np.where(np.isfinite(self._exact), self._exact, self._lower) - self.bonus_s).min())
+
+    def open(self, enough_s: float, count: int) -> Ints:
+        """The most promising of those that may be below ``enough_s``, at most so many."""
+        left = np.where(np.isfinite(self._exact), math.inf, self._lower - self.bonus_s)
+        return np.argsort(left, kind="stable")[: min(count, int((left < enough_s).sum()))]
+
+    def add(self, chosen: Ints, found_s: Floats) -> None:
+        """These entries' costs are known."""
+        self._exact[chosen] = found_s
+        for level in np.unique(self._level[chosen]):
+            here = self._level == level
+            known, left = (np.flatnonzero(here & (np.isfinite(self._exact) == is_known)) for is_known in (True, False))
+            if not len(left):
+                continue
+            one, other = np.triu_indices(len(known))
+            rows, costs = self._rows[known], self._exact[known]
+            mixtures = np.concatenate([part * rows[one] + (1 - part) * rows[other] for part in PARTS])
+            mixed_s = np.concatenate([part * costs[one] + (1 - part) * costs[other] for part in PARTS])
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratios = np.where(mixtures > 0.0, self._rows[left][:, None] / mixtures, math.inf)
+            part = np.minimum(ratios.min(axis=2), 1.0)
+            self._lower[left] = np.maximum(self._lower[left], (part * mixed_s + (1 - part) * self._least_s).max(axis=1))
+
+
+def _alike_stages(prices: Prices) -> list[Ints]:
+    """Numbers of stages, those together of which seconds cost about the same."""
+    by_use = np.stack([prices.forward, prices.backward], axis=1)
+    rounded = np.round(by_use / max(float(by_use.max()), 1e-300) / ALIKE).astype(np.int64)
+    _, numbers = np.unique(rounded, axis=0, return_inverse=True)
+    return [np.flatnonzero(numbers.reshape(-1) == number) for number in range(int(numbers.max()) + 1)]
 
 
 def least_send_s(space: Space) -> float:

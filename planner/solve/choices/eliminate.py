@@ -131,7 +131,7 @@ def _table(done: Elimination, number: int) -> Floats:
 
 
 def aligned(table: Floats, scope: Scope, target: Scope) -> Floats:
-    """``table`` over ``scope`` with its axes moved to where ``target`` has them, ones elsewhere; others stay behind."""
-    sizes, others = dict(zip(scope, table.shape, strict=False)), range(len(scope), table.ndim)
-    order = [*(scope.index(u) for u in target if u in sizes), *others]
-    return table.transpose(order).reshape([*(sizes.get(u, 1) for u in target), *table.shape[len(scope) :]])
+    """``table`` over ``scope`` with its axes moved to where ``target`` has them, and axes of length one elsewhere."""
+    sizes = dict(zip(scope, table.shape, strict=True))
+    order = [scope.index(u) for u in target if u in sizes]
+    return table.transpose(order).reshape([sizes.get(u, 1) for u in target])

@@ -185,14 +185,22 @@ def arc_consistent(singles: Sequence[Mask], pairs: Mapping[tuple[int, int], Mask
         singles: of every vertex, the choices that are allowed by themselves.
         pairs: of every pair of different vertices, the choices that are allowed together.
     """
-    keep, changed = [*singles], True
-    while changed:
-        changed = False
-        for (tail, head), table in pairs.items():
-            tail_keep = keep[tail] & table[:, keep[head]].any(axis=1)
-            head_keep = keep[head] & table[tail_keep].any(axis=0)
-            changed |= bool((tail_keep != keep[tail]).any() or (head_keep != keep[head]).any())
-            keep[tail], keep[head] = tail_keep, head_keep
+    keep = [*singles]
+    near: list[list[tuple[int, int]]] = [[] for _ in keep]
+    for pair in pairs:
+        for end in pair:
+            near[end].append(pair)
+    waiting = dict.fromkeys(pairs)
+    while waiting:
+        tail, head = pair = next(iter(waiting))
+        del waiting[pair]
+        table = pairs[pair]
+        tail_keep = keep[tail] & table[:, keep[head]].any(axis=1)
+        head_keep = keep[head] & table[tail_keep].any(axis=0)
+        for end, kept in ((tail, tail_keep), (head, head_keep)):
+            if (kept != keep[end]).any():
+                keep[end] = kept
+                waiting.update(dict.fromkeys(each for each in near[end] if each != pair))
     return keep
 
 

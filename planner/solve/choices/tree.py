@@ -46,6 +46,10 @@ class Tree:
             groups.setdefault(cluster.vertex, []).append(number)
         return list(groups.values())
 
+    def entries(self, sizes: Sequence[int]) -> int:
+        """Of all tables together, where vertices have so many choices."""
+        return sum(math.prod(sizes[u] for u in (each.vertex, *each.separator)) for each in self.clusters)
+
 
 @dataclass(frozen=True)
 class _PendingTable:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.solve.choices.eliminate import aligned
 from planner.solve.choices.tree import Scope, Tree, build_tree_of
 from planner.solve.problem import Floats, Ints
 
@@ -40,7 +39,7 @@ class LeastOfEach:
         for group in reversed(self.tree.by_vertex()):
             vertex = self.tree.clusters[group[0]].vertex
             costs = sum(
-                self.tables[number][(slice(None), *(found[u] for u in self.tree.clusters[number].separator), k)]
+                self.tables[number][(k, slice(None), *(found[u] for u in self.tree.clusters[number].separator))]
                 for number in group
             )
             found[vertex] = int(np.argmin(costs))
@@ -53,13 +52,12 @@ def least_of_each(
     """Minimise the sum of single and pairwise costs under each of several weights.
 
     Args:
-        singles: of every vertex ``(choices, weights)``; infinite where a choice is forbidden.
-        pairs: of pairs of vertices, the smaller number first, ``(choices, choices, weights)``.
+        singles: of every vertex ``(weights, choices)``; infinite where a choice is forbidden.
+        pairs: of pairs of vertices, the smaller number first, ``(weights, choices, choices)``.
         tree: that of a problem of the same shape.
     """
-    sizes = [len(single) for single in singles]
+    sizes = [single.shape[1] for single in singles]
     tree = tree or build_tree_of(sizes, pairs, ENTRIES)
-    weights = singles[0].shape[-1]
     tables: list[Floats] = []
     messages: list[Floats] = []
     for group in tree.by_vertex():
@@ -67,9 +65,29 @@ def least_of_each(
         if len(group) > 1:
             _agree(found)
         tables += found
-        messages += [table.min(axis=0) for table in found]
+        messages += [table.min(axis=1) for table in found]
     roots = [message for message in messages if message.ndim == 1]
-    return LeastOfEach(sum(roots, np.zeros(weights)), tree, tables, sizes)
+    return LeastOfEach(sum(roots, np.zeros(len(singles[0]))), tree, tables, sizes)
+
+
+def least_with_choices(least: LeastOfEach) -> list[Floats]:
+    """What an assignment with each choice costs at least, ``(weights, choices)`` per vertex."""
+    clusters = least.tree.clusters
+    found = [np.full((len(least.bounds), size), -math.inf) for size in least.sizes]
+    through: dict[int, Floats] = {}  # of every cluster, over its separator: the best whole assignment with such choices
+    for number in reversed(range(len(clusters))):
+        cluster, table = clusters[number], least.tables[number]
+        message = table.min(axis=1)
+        within = through.pop(number, least.bounds) - np.where(np.isinf(message), 0.0, message)
+        whole = table + within[:, None]
+        scope = (cluster.vertex, *cluster.separator)
+        for child in cluster.children:
+            wanted = clusters[child].separator
+            beside = tuple(axis for axis, u in enumerate(scope, 1) if u not in wanted)
+            through[child] = _aligned(whole.min(axis=beside), tuple(u for u in scope if u in wanted), wanted)
+        lowest = whole.min(axis=tuple(range(2, whole.ndim)))
+        found[cluster.vertex] = np.maximum(found[cluster.vertex], lowest)
+    return found
 
 
 def _table(
@@ -79,7 +97,7 @@ def _table(
     pairs: Mapping[tuple[int, int], Floats],
     messages: Sequence[Floats],
 ) -> Floats:
-    """A cluster's table, axes ``(vertex, *separator, weights)``."""
+    """A cluster's table, axes ``(weights, vertex, *separator)``."""
     cluster = tree.clusters[number]
     scope = (cluster.vertex, *cluster.separator)
     parts: list[tuple[Scope, Floats]] = [(pair, pairs[pair]) for pair in cluster.pairs]
@@ -87,19 +105,25 @@ def _table(
     if cluster.takes_single:
         parts.append(((cluster.vertex,), singles[cluster.vertex]))
     parts.sort(key=lambda part: len(part[0]))
-    found = aligned(parts[0][1], parts[0][0], scope)
+    found = _aligned(parts[0][1], parts[0][0], scope)
     for part, table in parts[1:]:
-        found = found + aligned(table, part, scope)
-    shape = (*(len(singles[u]) for u in scope), found.shape[-1])
+        found = found + _aligned(table, part, scope)
+    shape = (len(found), *(singles[u].shape[1] for u in scope))
     return found if found.shape == shape else np.broadcast_to(found, shape)
+
+
+def _aligned(table: Floats, scope: Scope, target: Scope) -> Floats:
+    """``table`` over weights and ``scope`` with its axes moved to where ``target`` has them, ones elsewhere."""
+    axes = {u: axis for axis, u in enumerate(scope, 1)}
+    order = [0, *(axes[u] for u in target if u in axes)]
+    return table.transpose(order).reshape(-1, *(table.shape[axes[u]] if u in axes else 1 for u in target))
 
 
 def _agree(tables: list[Floats]) -> None:
     """Shift costs between the parts of a split bucket so that they agree on what each choice costs at least."""
-    minima = np.stack([table.reshape(len(table), -1, table.shape[-1]).min(axis=1) for table in tables])
+    minima = np.stack([table.reshape(*table.shape[:2], -1).min(axis=2) for table in tables])
     minima[:, np.isinf(minima).any(axis=0)] = math.inf
     finite = np.where(np.isinf(minima), 0.0, minima)
     shifts = np.where(np.isinf(minima), math.inf, finite.mean(axis=0) - finite)
     for at, table in enumerate(tables):
-        shift = shifts[at].reshape(len(table), *(1,) * (table.ndim - 2), table.shape[-1])
-        tables[at] = table + shift
+        tables[at] = table + shifts[at].reshape(*table.shape[:2], *(1,) * (table.ndim - 2))

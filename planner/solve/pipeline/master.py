@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 from ortools.linear_solver import pywraplp
@@ -35,13 +35,21 @@ BOX = 0.3
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a block: seconds of a micro-batch and once a step, bytes always and per micro-batch in flight."""
+    """A way to run a block at one level of recomputation: seconds of a micro-batch and once a step, bytes always and
+    per micro-batch in flight.
+    """
 
     forward_s: float
     backward_s: float
     once_s: float
     held_bytes: float
     saved_bytes: float
+    level: int = 0
+
+    def is_no_worse(self, other: Variant) -> bool:
+        """Whether it takes and holds at most as much as another one, but for rounding."""
+        pairs = zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)
+        return all(mine <= its + 1e-9 * abs(its) for mine, its in pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +75,10 @@ class Prices:
     def stages(self) -> int:
         return len(self.forward)
 
+    def of_part(self, part: float) -> Prices:
+        """Of seconds and bytes of ``1 / part`` micro-batches."""
+        return replace(self, forward=self.forward * part, backward=self.backward * part, saved=self.saved * part)
+
 
 @dataclass(frozen=True, eq=False)
 class MasterSolution:
@@ -82,10 +94,14 @@ class MasterSolution:
 
 @dataclass(eq=False)
 class Paths:
-    """The paths of a pipeline's schedule that were found, which are the same whatever its stages take."""
+    """The paths of a pipeline's schedule that were found, which are the same whatever its stages take.
+
+    ``pace`` are the prices of seconds alone where some stages were solved for, which are valid for all.
+    """
 
     pipeline: Pipeline
     found: list[Path] = field(default_factory=list)
+    pace: Prices | None = None
 
     def __post_init__(self) -> None:
         """Begin with every rank's own path: all that it does, one after the other."""
@@ -140,6 +156,13 @@ class Master:
         self._fills = [True] * len(counts) if fills is None else [*fills]
         self._sizes = [*counts]
         self._counts = [program.Constraint(float(count), float(count)) for count in counts]
+        # What every stage takes forward and backward, holds, and saves: rows of paths and moments are of these alone.
+        self._units = (unit_s, unit_s, max(1.0, limit_bytes or 1.0), max(1.0, limit_bytes or 1.0))
+        self._totals = [[program.NumVar(-math.inf, math.inf, "") for _ in range(stages)] for _ in self._units]
+        self._sums = [[program.Constraint(0.0, 0.0) for _ in range(stages)] for _ in self._units]
+        for sums, totals in zip(self._sums, self._totals, strict=True):
+            for row, total in zip(sums, totals, strict=True):
+                row.SetCoefficient(total, -1.0)
         self._filled = [program.Constraint(1.0, program.infinity()) for _ in range(stages)]
         self._path_rows: list[pywraplp.Constraint] = []
         self._moments: list[tuple[list[int], Floats]] = []
@@ -152,9 +175,14 @@ class Master:
                         room = program.Constraint(-program.infinity(), 1.0)
                         room.SetCoefficient(self._over, -1.0)
                         self._rooms.append(room)
+                        for stage, count in zip(of_rank, moment.counts, strict=True):
+                            room.SetCoefficient(self._totals[2][stage], 1.0)
+                            room.SetCoefficient(self._totals[3][stage], float(count))
 
     def add(self, group: int, variant: Variant) -> None:
-        """Let blocks of a group run in a variant."""
+        """Let blocks of a group run in a variant, unless another one is no worse in anything."""
+        if any(known.is_no_worse(variant) for known in self.variants[group]):
+            return
         self.variants[group].append(variant)
         shares, program = [], self._program
         for stage in self.allowed[group]:
@@ -164,21 +192,10 @@ class Master:
             if self._fills[group]:
                 self._filled[stage].SetCoefficient(share, 1.0)
             program.Objective().SetCoefficient(share, variant.once_s / self._unit_s)
+            amounts = variant.forward_s, variant.backward_s, variant.held_bytes, variant.saved_bytes
+            for sums, amount, unit in zip(self._sums, amounts, self._units, strict=True):
+                sums[stage].SetCoefficient(share, amount / unit)
         self._shares[group].append(shares)
-        for row, path in zip(self._path_rows, self.paths.found, strict=False):
-            self._set_path(row, path, group, len(self.variants[group]) - 1)
-        at = {stage: place for place, stage in enumerate(self.allowed[group])}
-        for room, (stages, counts) in zip(self._rooms, self._moments, strict=True):
-            for stage, count in zip(stages, counts.tolist(), strict=True):
-                if stage in at:
-                    size = variant.held_bytes + count * variant.saved_bytes
-                    room.SetCoefficient(shares[at[stage]], size / max(1.0, self.limit_bytes or 1.0))
-
-    def _set_path(self, row: pywraplp.Constraint, path: Path, group: int, number: int) -> None:
-        variant = self.variants[group][number]
-        seconds = path.work[0] * variant.forward_s + _backward(path) * variant.backward_s
-        for stage, share in zip(self.allowed[group], self._shares[group][number], strict=True):
-            row.SetCoefficient(share, -float(seconds[stage]) / self._unit_s)
 
     def solve(self, most_s: float) -> MasterSolution:
         """The shortest step, and the prices at which it is.
@@ -221,9 +238,10 @@ class Master:
             row = self._program.Constraint(sends, self._program.infinity())
             row.SetCoefficient(self._step, 1.0)
             self._path_rows.append(row)
-            for group, variants in enumerate(self.variants):
-                for number in range(len(variants)):
-                    self._set_path(row, path, group, number)
+            for totals, times in zip(self._totals[:2], (path.work[0], _backward(path)), strict=True):
+                for total, count in zip(totals, times.tolist(), strict=True):
+                    if count:
+                        row.SetCoefficient(total, -count)
 
     def _solved(self, near: Floats | None = None) -> MasterSolution:
         """What the program says of the paths so far; with ``near`` among shares not far from so many blocks a stage."""
