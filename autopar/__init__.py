@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from autopar.checkpoint.export import export_safetensors
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
+    from autopar.driver.delink import delink
     from autopar.driver.further import plan_inputs
     from autopar.driver.parallelize import parallelize
     from autopar.driver.plan import evaluate, plan
@@ -42,6 +43,7 @@ _LAZY = {
     "Plan": "planner.plan.plan",
     "PlanError": "planner.base.errors",
     "PlanWarning": "planner.base.errors",
+    "delink": "autopar.driver.delink",
     "evaluate": "autopar.driver.plan",
     "experts": "autopar.operators.experts",
     "export_safetensors": "autopar.checkpoint.export",
@@ -65,6 +67,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanWarning",
+    "delink",
     "evaluate",
     "experts",
     "export_safetensors",

@@ -45,6 +45,7 @@ def experts(
     limit: float | None = None,
     offset: float = 0.0,
     transposed: bool = False,
+    prototypes: int | None = None,
 ) -> Tensor:
     """Send every token through its experts: ``sum over j of weights[t, j] * expert[indices[t, j]](x[t])``.
 
@@ -63,6 +64,8 @@ def experts(
         limit: clamps gates from above, and ups on both sides.
         offset: added to ups.
         transposed: the matrices are ``[e, h, 2 * f]`` and ``[e, f, h]``.
+        prototypes: the experts are that many groups, each with a router of its own (Yang et al. 2021, M6-T): a token
+            goes to one expert of every group, ``k = prototypes``, and indices count within the group.
 
     Returns:
         ``[.., h]``, of the dtype of ``x``.
@@ -72,6 +75,13 @@ def experts(
     """
     form = Expert(activation, gate, alpha, limit or 0.0, offset, transposed)
     _check(x, indices, weights, up, down, up_bias, down_bias, form)
+    if prototypes is not None:
+        if prototypes != indices.shape[-1] or len(up) % prototypes:
+            raise InputError(
+                f"autopar.experts: prototypes is {prototypes}, with {len(up)} experts and {indices.shape[-1]} chosen "
+                "for each token; every token goes to one expert of each of so many groups of equal size"
+            )
+        indices = indices + torch.arange(prototypes, device=indices.device) * (len(up) // prototypes)
     tokens = (t if t.dim() == 2 else t.reshape(-1, t.shape[-1]) for t in (x, indices, weights))
     found = torch.ops.autopar.experts.default(*tokens, up, down, up_bias, down_bias, *dataclasses.astuple(form))
     return found if x.dim() == 2 else found.reshape(x.shape)

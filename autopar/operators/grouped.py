@@ -94,7 +94,12 @@ def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
 
 def _is_sound(rows: Tensor, other: Tensor) -> bool:
     """Whether torch's kernel computes this product on this device, as it is laid out."""
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not len(rows):
+    if (
+        not hasattr(torch.nn.functional, "grouped_mm")
+        or not rows.is_cuda
+        or rows.dtype != torch.bfloat16
+        or not len(rows)
+    ):
         return False
     if torch.cuda.get_device_capability(rows.device) < (8, 0):
         return False

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopar
+
 BATCH, LENGTH, WIDTH, HEADS, VOCAB, LABELS = 8, 8, 32, 4, 64, 8
 
 Batch = dict[str, Tensor]
@@ -196,6 +198,57 @@ class UnknownOp(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
 
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class PrototypeExperts(nn.Module):
+    """Two prototypes of four experts, each with a top-1 of its own (M6-T)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routers = nn.Linear(WIDTH, 8, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(8, 2 * 16, WIDTH)), nn.Parameter(torch.randn(8, WIDTH, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, indices = self.routers(x).unflatten(-1, (2, 4)).softmax(-1).max(-1)
+        return autopar.experts(x, indices, weights, self.up, self.down, prototypes=2)
+
+
+class WideLayer(nn.Module):
+    def __init__(self, attention: nn.Module, experts: nn.Module):
+        super().__init__()
+        self.attention, self.experts = attention, experts
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.experts(self.norms[1](x))
+
+
+class WideNet(nn.Module):
+    """Three layers that share attention and experts, each with norms of its own (Xue et al. 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        attention, experts = SelfAttention(), PrototypeExperts()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(WideLayer(attention, experts) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 # ---- Transformers' ---------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +426,7 @@ MODELS: dict[str, Model] = {
             lambda: {"x": torch.randn(BATCH, LENGTH, WIDTH), "y": torch.randint(0, LABELS, (BATCH,))},
         ),
         Model("shared-layers", SharedLayers, lambda: {"ids": tokens(), "labels": labels()}),
+        Model("widenet", WideNet, lambda: {"ids": tokens(), "labels": labels()}),
         Model(
             "unknown-op",
             UnknownOp,

@@ -143,7 +143,20 @@ def test_autocast_computes_products_as_linear_does() -> None:
     assert (found - run((x, indices, weights, up, down, None, None), Expert())).abs().max() > 1e-3, "in float32"
 
 
+def test_prototypes_are_groups_with_a_choice_of_their_own() -> None:
+    """As many layers of experts, each with one choice of its own group."""
+    generator = torch.Generator().manual_seed(0)
+    x, up = (torch.randn(s, dtype=torch.float64, generator=generator) for s in ((TOKENS, WIDTH), (6, 12, WIDTH)))
+    down, weights = (torch.randn(s, dtype=torch.float64, generator=generator) for s in ((6, WIDTH, 6), (TOKENS, 2)))
+    indices = torch.randint(0, 3, (TOKENS, 2), generator=generator)
+    found = autopar.experts(x, indices, weights, up, down, prototypes=2)
+    groups = (slice(0, 3), slice(3, 6))
+    each = [autopar.experts(x, indices[:, [j]], weights[:, [j]], up[g], down[g]) for j, g in enumerate(groups)]
+    torch.testing.assert_close(found, each[0] + each[1], rtol=1e-14, atol=1e-14)
+
+
 @pytest.mark.parametrize("change, message", [
+    ({"prototypes": 2}, "prototypes is 2, with 5 experts and 2 chosen"),
     ({"indices": torch.zeros(TOKENS, 6, dtype=torch.int64)}, "they are .* with the same tokens"),
     ({"indices": torch.zeros(TOKENS, 6).long(), "weights": torch.rand(TOKENS, 6)}, "goes to 6 experts, and"),
     ({"indices": torch.zeros(TOKENS, K)}, "whole numbers"),
