@@ -18,6 +18,9 @@ DISPATCH = "dispatch"
 """The way to shard tokens and experts on one axis: tokens go to where their experts are."""
 COUNT_BYTES = 8
 
+UNEVEN = ("e", f"t.{DISPATCH}")
+"""The ways to run on an axis whose ranks have as many rows as tokens go to their experts."""
+
 X, INDICES, WEIGHTS, UP, DOWN = range(5)
 """Places of its operands; biases follow."""
 MADE = {"halves": "halves f", "pairs": "f halves", "none": "f"}
@@ -75,17 +78,22 @@ class RowsBetween:
 
     Args:
         types: of the operands.
-        shares: how many ranks, or micro-batches, share each factor.
+        shares: how many ranks, or micro-batches, share each factor, and how many do so in a way that has a name.
+        imbalance: how many the busiest rank has over the average, where ranks share experts.
     """
 
     node: Node
     types: Sequence[TensorType]
     shares: Mapping[str, int]
+    imbalance: float = 1.0
 
     @property
     def count(self) -> int:
         """One for each token and each of its experts that are here."""
-        return self.types[INDICES].numel // (self.shares.get("t", 1) * self.shares.get("e", 1))
+        average = self.types[INDICES].numel // (self.shares.get("t", 1) * self.shares.get("e", 1))
+        return (
+            average if self.imbalance == 1 or self.shares.keys().isdisjoint(UNEVEN) else round(average * self.imbalance)
+        )
 
     @property
     def hidden(self) -> int:

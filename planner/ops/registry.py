@@ -5,6 +5,7 @@ The rows of all families become one table, :data:`OPS`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from planner.ir.graph import Node, TensorType
@@ -71,6 +72,15 @@ def attends(op: str) -> bool:
 def mixes(op: str) -> bool:
     """Whether an operator is a mixture of experts."""
     return op in experts.ROWS
+
+
+def load(op: str, ways: Iterable[str], imbalance: float | None) -> float:
+    """The work of the busiest rank over the average, of an operator that runs in these ways on the axes of a mesh.
+
+    Args:
+        imbalance: what it is where ranks share experts; ``None``: they get as many rows.
+    """
+    return imbalance or 1.0 if mixes(op) and any(way in experts.UNEVEN for way in ways) else 1.0
 
 
 def drops(node: Node) -> str:

@@ -57,6 +57,7 @@ def own_bytes(
     sizes: Sequence[int],
     on_cpu: bool,
     shares: Mapping[str, int] = MappingProxyType({}),
+    imbalance: float = 1.0,
 ) -> int:
     """Bytes of what an operator keeps besides its operands and results, see :func:`is_own`.
 
@@ -64,10 +65,10 @@ def own_bytes(
         types: of its operands.
         sizes: bytes of its tensors on one rank: operands, then results.
         on_cpu: whether it runs on a CPU.
-        shares: how many ranks, or micro-batches, share each of its factors.
+        shares, imbalance: as of :class:`planner.ops.experts.RowsBetween`.
     """
     if saved.kind == BETWEEN:
-        return RowsBetween(node, types, shares).kept_bytes
+        return RowsBetween(node, types, shares, imbalance).kept_bytes
     like = kept(saved, node)
     if like is not None:
         place, each = like
@@ -104,6 +105,7 @@ def beside(
     sizes: Sequence[int],
     on_cpu: bool,
     shares: Mapping[str, int] = MappingProxyType({}),
+    imbalance: float = 1.0,
 ) -> ScratchBytes:
     """What experts, and attention that keeps scores, need while they run.
 
@@ -112,11 +114,11 @@ def beside(
     backward the gradients of both are.
 
     Args:
-        types, sizes, on_cpu, shares: as in :func:`own_bytes`.
+        types, sizes, on_cpu, shares, imbalance: as in :func:`own_bytes`.
     """
     row = OPS.get(node.op)
     if row is not None and Saved(BETWEEN) in row.saved(node, tuple(types)):
-        return ScratchBytes(*RowsBetween(node, types, shares).scratch_bytes(sizes))
+        return ScratchBytes(*RowsBetween(node, types, shares, imbalance).scratch_bytes(sizes))
     if row is None or not on_cpu or SCORES not in row.saved(node, tuple(types)):
         return ScratchBytes()
     drops, scores, wide = bool(node["dropout_p"]), _scores_bytes(types, sizes), _wide(types) // types[0].item_bytes

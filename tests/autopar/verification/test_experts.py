@@ -13,6 +13,7 @@ import autopar
 from autopar.verification.reference import Reference, reference
 from autopar.verification.typecheck import typecheck
 from autopar.verification.verify import decide_on, simulate
+from planner.analysis.memory import usage
 from planner.analysis.prediction import collectives
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
@@ -167,6 +168,23 @@ def test_volumes(ranks: int) -> None:
     gathered = sum(n * c.bytes_in * (ranks - 1) for c, n in calls.items() if c.kind == "all_gather")
     reduced = sum(n * c.bytes_in * (ranks - 1) / ranks for c, n in calls.items() if c.kind == "reduce_scatter")
     assert gathered + reduced == 3 * weights * (ranks - 1) / ranks
+
+
+@pytest.mark.parametrize("wanted, times", [("t.dispatch", 2.0), ("e", 2.0), ("t", 1.0), ("f", 1.0)])
+def test_the_busiest_rank_decides(wanted: str, times: float) -> None:
+    """Seconds and bytes are those of the rank that most tokens go to, where the cluster says how many more they are."""
+    ref = reference(Mixture(8, 2), None, {name: torch.randn(4096, WIDTH) for name in ("x", "y")})
+    found = []
+    for imbalance in (1.0, 2.0):
+        cluster = ClusterSpec.local(2).model_copy(update={"expert_imbalance": imbalance})
+        plan = decide_on(ref.traced, Mesh.of(all=2), cluster, Pins.parse({"layers": {"": {"all": wanted}}}))
+        (node,) = (node for node in plan.space.graph.operators if node.op == "autopar.experts.default")
+        space, choice = plan.space, plan.choice(node)
+        work = space.work(node, choice)
+        kept = sum(held.bytes for held in usage(plan).alive if "experts keeps" in held.name)
+        found.append((space.load(node, choice), work.inner_forward_s, kept))
+    (even, even_s, even_bytes), (uneven, uneven_s, uneven_bytes) = found
+    assert even == 1 and uneven == times and uneven_s == times * even_s and uneven_bytes == times * even_bytes > 0
 
 
 def test_a_block_that_recomputes_makes_the_rows_of_its_experts_anew() -> None:
