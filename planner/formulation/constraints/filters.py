@@ -18,6 +18,7 @@ from planner.formulation.constraints.labels import (
     LabelsOf,
     label_dims,
     labelled_parts,
+    makes_keys,
     normalizes,
     weight_factors,
 )
@@ -96,7 +97,8 @@ def filters(
         if role.shards != WEIGHTS:
             for label in role.labels:
                 if has(node, dims[label], ranks_sharing(mesh, label)):
-                    return labelled(node, strategy, dims[label])
+                    may_be_whole = label == "context" and not strategy.factor and makes_keys(graph, node)
+                    return may_be_whole or labelled(node, strategy, dims[label])
             return not strategy.factor
         holds = node.name in weighted
         streams = labelled_parts(node, rules[node.name], dims.get("stream", {})) if not holds else ()

@@ -18,6 +18,8 @@ Place = tuple[int, int]
 """A dim, and how many strips of it are sharded alike."""
 Labels = Mapping[Ref, Mapping[Place, str]]
 LabelsOf = Callable[[str], Labels]
+KEYS = (1, 2)
+"""The operands of attention that are keys and values."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,31 @@ def _normed(rule: Rule) -> set[str]:
     """The factors that a norm runs over."""
     kept = {factor for dim in rule.results[0] for factor in dim} - rule.whole
     return set(rule.sizes) - kept
+
+
+def makes_keys(graph: Graph, node: Node) -> bool:
+    """Whether what an operator without a product makes is read by attention alone, as keys or values.
+
+    Attention takes these whole, so that they may be whole earlier: before they are repeated for every query head.
+    """
+    seen, waiting = {node.name}, [node]
+    left = {ref.node for ref in graph.leaving}
+    while waiting:
+        maker = waiting.pop()
+        row = OPS.get(maker.op)
+        if row is None or row.contracts or maker.name in left:
+            return False
+        readers = [each for index in range(len(maker.results)) for each in graph.users.get(Ref(maker.name, index), ())]
+        if not readers:
+            return False
+        for reader, place in readers:
+            if attends(reader.op):
+                if place not in KEYS:
+                    return False
+            elif reader.name not in seen:
+                seen.add(reader.name)
+                waiting.append(reader)
+    return True
 
 
 def weight_factors(graph: Graph, rules: Mapping[str, Rule]) -> dict[str, frozenset[str]]:

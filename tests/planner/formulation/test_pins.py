@@ -10,6 +10,7 @@ import pytest
 from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
+from planner.formulation.resharding import Collective
 from planner.formulation.training import Training
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import I, Layout, Mesh, Shard
@@ -20,10 +21,17 @@ from tests.planner.plans import Build, cluster, plan_of, residual_mlp
 GRAPH = residual_mlp(layers=2, width=64, batch=48)
 
 
-def attention(length: int = 48) -> Graph:
-    """Attention over three inputs, and a mean."""
+def attention(length: int = 48, repeated: bool = False) -> Graph:
+    """Attention over three inputs, or of projections with keys and values repeated for four heads; and a mean."""
     b, shape = Build(), (2, 4, length, 8)
-    q, k, v = (b.leaf(name, *shape) for name in "qkv")
+    if repeated:
+        x = b.leaf("x", 2, length, 32)
+        heads = b.call("heads", "view.default", 2, length, 4, 8, self=b.linear("q", x, 32, "q"), size=(2, length, 4, 8))
+        q = b.call("queries", "transpose.int", *shape, self=heads, dim0=1, dim1=2)
+        one = (b.call(f"{n}1", "unsqueeze.default", 2, 1, length, 8, self=b.linear(n, x, 8, n), dim=1) for n in "kv")
+        k, v = (b.call(f"{ref.node}4", "expand.default", *shape, self=ref, size=shape, implicit=False) for ref in one)
+    else:
+        q, k, v = (b.leaf(name, *shape) for name in "qkv")
     args = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
     op = "scaled_dot_product_attention.default"
     return b.mean(b.call("a", op, *shape, path="attn", query=q, key=k, value=v, **args))
@@ -239,6 +247,14 @@ def shared(plan: Plan, *ops: str) -> set[str]:
 def test_context_shards_the_query_sequence() -> None:
     plan = plan_of(attention(), pin={"context": 4})
     assert strategies(plan, "attention") == {"context:query"}
+
+
+def test_context_gathers_keys_and_values_before_they_are_repeated() -> None:
+    plan = plan_of(attention(repeated=True), pin={"context": 4})
+    assert strategies(plan, "attention") == {"context:query"}
+    gathers = {call: count for call, count in plan.predicted.collectives if call.kind == "all_gather"}
+    part = 2 * 48 // 4 * 8 * 4  # two samples' quarter of the sequence, one head of eight float32, not four
+    assert gathers == {Collective("all_gather", "context", part, "forward"): 2}
 
 
 @pytest.mark.parametrize("strategy", ["n", "k"])
