@@ -27,7 +27,7 @@ from autopar.verification.typecheck import check_program, emit
 from benchmarks.memory import observed_peak
 from planner.base.errors import PlanError, VerificationError
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.remat.levels import COMPUTED, NOTHING, Amount, Recompute
+from planner.formulation.remat.levels import NOTHING, Amount, Recompute
 from planner.formulation.training import Training
 from planner.ops.aliasing import shares
 from tests.autopar.models import MODELS
@@ -42,6 +42,9 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("gpt2", DATA, "selective"),
     ("gpt2", TENSOR, "full"),
     ("gpt2", MIXED, "selective"),
+    ("gpt2", TENSOR, "resharded"),
+    ("gpt2", CONTEXT, "resharded"),
+    ("functional-gpt", {"data": 2, "context": 2, "zero": 3}, "resharded"),
     ("llama", TENSOR, "selective"),
     ("llama", CONTEXT, "full"),
     ("llama", MIXED, "full"),
@@ -72,11 +75,19 @@ def test_computes_the_same_with_the_predicted_collectives(name: str, pin: dict[s
 
 
 @pytest.mark.parametrize(
-    "pin, level", [(DATA, "selective"), (MIXED, "full"), (TENSOR, {"keep": ["*.self_attn", "*.mlp"]})], ids=str
+    "name, pin, level",
+    [
+        ("llama", DATA, "selective"),
+        ("llama", MIXED, "full"),
+        ("llama", TENSOR, {"keep": ["*.self_attn", "*.mlp"]}),
+        ("gpt2", TENSOR, "resharded"),
+        ("functional-gpt", CONTEXT, "resharded"),
+    ],
+    ids=str,
 )
-def test_holds_less_and_as_much_as_predicted(pin: dict[str, Any], level: Any) -> None:
-    model, _, captured = traced("llama")
-    whole, less = (plan_of("llama", {**pin, "recompute": each}) for each in ("none", level))
+def test_holds_less_and_as_much_as_predicted(name: str, pin: dict[str, Any], level: Any) -> None:
+    model, _, captured = traced(name)
+    whole, less = (plan_of(name, {**pin, "recompute": each}) for each in ("none", level))
     seen = [observed_peak(model, captured, plan.assignment) for plan in (whole, less)]
     assert seen[1] < seen[0]
     assert less.predicted.peak_bytes == pytest.approx(seen[1], rel=0.08)
@@ -137,8 +148,8 @@ def test_wrong_results_to_keep_are_refused(keeps: dict[str, Any], says: str) -> 
     "wrong, says",
     [
         ({"full": 3}, "recomputes 3 instances of block 'transformer.h.*', which occurs 2 times"),
-        ({"some": 1}, "it takes 'gathered', 'selective', 'full', each with a whole number"),
-        ({"full": -1}, "it takes 'gathered', 'selective', 'full', each with a whole number"),
+        ({"some": 1}, "it takes 'gathered', 'resharded', 'selective', 'full', each with a whole number"),
+        ({"full": -1}, "it takes 'gathered', 'resharded', 'selective', 'full', each with a whole number"),
     ],
 )
 def test_wrong_amounts_in_a_plan_are_refused(wrong: dict[str, int], says: str) -> None:
@@ -232,7 +243,7 @@ def test_what_is_dropped_is_not_held_until_backward() -> None:
     model, x = Dropping(hidden=32, layers=6, widely=False), torch.randn(16, 32, 32)
     captured = trace(model, (x,))
     peaks = []
-    for level in COMPUTED:
+    for level in ("none", "selective", "full"):
         pins = Pins.parse({"data": 2, "recompute": level})
         plan = plan_traced(captured, ClusterSpec.local(2, cores=2), pins, Training())
         peaks.append(observed_peak(model, captured, plan.assignment))
