@@ -308,11 +308,12 @@ class _Chain:
         """
         kind = self.folded.instances[number].kind
         for level in self.levels.of(kind):
-            if level == "resharded" and not self.assignment.reshards_again(kind):
-                level = "gathered" if lets_go or any(self._again_s(number, level)) else "none"
-            elif level == "gathered" and not lets_go:
-                level = "none"
-            yield level
+            again_s, lowered = self._again_s(number, level), level
+            if level == "resharded" and again_s == self._again_s(number, "gathered"):
+                lowered = "gathered"
+            if lowered == "gathered" and not lets_go and (level == lowered or not any(again_s)):
+                lowered = "none"
+            yield lowered
 
     def _run(self, sums: _Sums, node: Node) -> None:
         """Add an operator, with the reshardings of its operands and of what it delivers."""
@@ -430,13 +431,14 @@ class _Chain:
         if level == "none":
             return 0.0, 0.0
         instance, space, made_s, gathered_s = self.folded.instances[number], self.space, 0.0, 0.0
-        again = self.assignment.again(instance.kind, level)
+        again = space.decision_graph.blocks.again(instance.kind, level)
         for at, node in enumerate(instance.block.nodes):
             choice = self.assignment.choice(node)
             if at in again.operators:
                 work = space.work(node, choice)
                 made_s += work.forward_s + work.inner_forward_s
-            wanted = {(node.inputs[i], choice.operands[i]) for i in again.taken[at]}
+            larger = {i for i in again.taken_if_larger[at] if self.assignment.operand_effect(node, i) == "larger"}
+            wanted = {(node.inputs[i], choice.operands[i]) for i in again.taken[at] | larger}
             moves = [(ref, self.assignment.consumer_layout(ref), to) for ref, to in wanted]
             for ref in (Ref(node.name, index) for index in range(len(node.results))):
                 is_larger = (at, ref.index) in again.as_made and self.assignment.shared_effect(ref) == "larger"

@@ -63,9 +63,10 @@ def with_larger_forms(
 
     counted: set[Memory] = set()
     dropped = []
+    views = {at for at, _ in again.as_made} - again.lasting  # these run again for those that read them
     for at, places in enumerate(again.needed_as_made):
         more = {*again.dropped[at]}
-        for place in sorted(places):
+        for place in sorted(places if at not in views else ()):
             memory = of_operand(at, place) if place in again.taken_if_larger[at] else None
             if memory is not None and memory not in counted and place in backward.saved[at]:
                 counted.add(memory)

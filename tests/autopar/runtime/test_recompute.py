@@ -24,12 +24,14 @@ from autopar.runtime.autograd.recompute import recompute
 from autopar.verification.memory_meter import LiveBytes
 from autopar.verification.simulator import Simulation, fake_process_group
 from autopar.verification.typecheck import check_program, emit
+from autopar.verification.verify import RTOL, simulate
 from benchmarks.memory import observed_peak
 from planner.base.errors import PlanError, VerificationError
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.remat.levels import NOTHING, Amount, Recompute
 from planner.formulation.training import Training
 from planner.ops.aliasing import shares
+from tests.autopar.matrix import Recipe, decide, original
 from tests.autopar.models import MODELS
 
 DATA, TENSOR, CONTEXT, MIXED = (
@@ -72,6 +74,17 @@ def test_computes_the_same_with_the_predicted_collectives(name: str, pin: dict[s
     assert plan.predicted.time_s["recompute"] > 0
     autopar.verify(model, plan, example_kwargs=batch)
     assert plan.certificate.holds
+
+
+@pytest.mark.parametrize("name, sizes", [("gpt2", {"outer": 2, "inner": 2}), ("llama", {"all": 4})], ids=str)
+def test_whatever_the_layouts_are_what_is_gathered_again_is_predicted(name: str, sizes: dict[str, int]) -> None:
+    """In layouts that no recipe means, with reshardings one after another, forth and back."""
+    assignment = decide(original(name), Recipe("random 0", sizes, seed=0))
+    kinds = enumerate(assignment.space.folded.kinds)
+    amounts = [Amount.of({"resharded": len(each)} if len(each) > 1 else {}) for _, each in kinds]
+    assert any(assignment.reshards_again(kind) for kind, amount in enumerate(amounts) if amount.levels)
+    found = simulate(original(name), replace(assignment, recompute=Recompute(tuple(amounts))))
+    assert not found.miscounted and found.worst[0] <= RTOL
 
 
 @pytest.mark.parametrize(
