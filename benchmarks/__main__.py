@@ -1,7 +1,8 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [shards] [predicted] [published] [runs] [iopddl] [memory] [pipeline]
-                     [schedules] [transfer schedule] [offload] [fuzz [files]] [gpu_steps] [gpu_offload] [gpu_largest]
+                     [schedules] [transfer schedule] [offload] [fuzz [files]] [exact [problems [seed]]] [gpu_steps]
+                     [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    exact,
     fuzz,
     iopddl,
     largest,
@@ -39,18 +41,8 @@ from benchmarks import (
 )
 from benchmarks.gpt import Shape
 
-DEPTH_CASES = tuple(plan_time.Case(layers, 1, 8, "narrow", 512) for layers in (10, 1000))
-PLAN_CASES = (
-    *(plan_time.Case(layers, nodes, 8 * nodes) for nodes in (1, 32, 128) for layers in (2, 8, 32)),
-    *DEPTH_CASES,
-    *(plan_time.Case(32, 1, 8, memory=memory) for memory in ("60 GiB", "40 GiB", "24 GiB", "20 GiB")),
-    *(plan_time.Case(126, 2048, 2048, "405B", 8192, pipelines=True, time_limit_s=limit) for limit in (5, 8, 30, 180)),
-)
 LARGEST_S = 540.0
 """A call of gpu_largest ends before ten minutes are over."""
-REPEATS = 3
-SHORT_S = 60.0
-"""Searches that may take longer are planned once."""
 STARTS = 5
 STEP_CASES = tuple(
     step_time.Case(kind, ranks, heap) for kind in ("data", "tensor") for ranks in (2, 4) for heap in ("default", "kept")
@@ -74,43 +66,27 @@ def main(what: list[str]) -> None:
             run()
     if not what or "fuzz" in what:
         damages(next((int(each) for each in what if each.isdigit()), fuzz.FILES))
+    if not what or "exact" in what:
+        optima(*(int(each) for each in what if each.isdigit()))
 
 
 def plans() -> None:
-    """Every case several times; the run of median total counts."""
+    """Every case in a process of its own."""
     facts = record.circumstances()
+    plan_time.measured(0)  # leaves bytecode behind, and files of torch in the system's cache
     results = []
-    for case in PLAN_CASES:
-        times = REPEATS if case.time_limit_s <= SHORT_S else 1
-        runs = sorted(plan_time.measured_alone(case, times), key=lambda run: run.total_s)
-        results.append(runs[len(runs) // 2])
-        print(f"planned {case}: {results[-1].total_s:.2f} s", flush=True)
-    rows = [
-        {
-            "shape": r.case.shape,
-            "layers": str(r.case.layers),
-            "devices": f"{8 * r.case.nodes} of {r.case.memory}",
-            "sequences": str(r.case.batch),
-            **{f"{phase} s": f"{r.seconds[phase]:.2f}" if phase in r.seconds else "" for phase in plan_time.PHASES},
-            "to plan s": f"{r.total_s:.2f}",
-            "CPU s": f"{r.cpu_s:.2f}",
-            "found": f"{' x '.join(f'{k} {v}' for k, v in r.mesh.items())}, {r.status}"
-            + (f" within {r.gap:.1%}" if r.gap else ""),
-            "step s": f"{r.step_time_s:.3f}",
-            "peak GB": f"{r.peak_bytes / 1e9:.1f}",
-        }
-        for r in results
-    ]
+    for number, case in enumerate(plan_time.CASES):
+        results.append(plan_time.measured(number))
+        print(f"planned {case.model} for {case.where}: {results[-1].start_s:.1f} s", flush=True)
     notes = (
-        f"Transformers' Llama in shapes of Llama 3 on the meta device (bfloat16; {plan_time.SEQUENCE} tokens per "
-        "sequence, the narrow 512, the 405B 8192), planned for nodes of eight H100; the 405B with pipelines and "
-        "micro-batches, under a time limit of 5, 8, 30 and 180 s for the search. "
-        f"Each in a process of its own, after a plan of one layer; the run of median total of {REPEATS}, but for "
-        "the last, which ran once. *To plan* goes from `nn.Module` to `Plan`; *rewrite* then emits one rank's program. "
-        "*Step* and *peak* are what the plan predicts. "
-        + plan_time.depth(*(r for r in results if r.case in DEPTH_CASES))
+        "Transformers' Llama, GPT-2 and GPT-3 in published shapes, and a Llama of 1,000 narrow layers, on the meta "
+        "device in bfloat16; *batch* is of sequences of so many tokens. Each is planned once in a process of its own, "
+        "with the arguments by default. *From the start* goes from the start of `python` to the plan: it imports torch "
+        "and Transformers and makes the model. *From the call* is `autopar.plan` alone, with all that it imports. A "
+        f"process is ended after {plan_time.CAP_S:g} s. *Step* and *peak* are what the plan predicts."
     )
-    print(record.write("plan_time", "Plan time", notes, rows, [asdict(r) for r in results], facts), flush=True)
+    table = record.write("plan_time", "Plan time", notes, plan_time.rows(results), plan_time.raw(results), facts)
+    print(table, flush=True)
 
 
 def pipelines() -> None:
@@ -551,6 +527,26 @@ def damages(files: int) -> None:
     print(record.write("fuzz", "Damaged files", notes, rows, raw, facts), flush=True)
     if any(r.faults for r in found):
         raise SystemExit("some files raised raw errors: their seeds and tracebacks stand above")
+
+
+def optima(problems: int = exact.PROBLEMS, seed: int = 0) -> None:
+    """What a search says against brute force; a violation is an error."""
+    facts = record.circumstances()
+    found = exact.run(problems, seed)
+    notes = (
+        "Random models of a few operators on random clusters of one to four devices, each within ample memory and two "
+        "limits around what its fastest plan needs. Brute force prices every plan: stages, micro-batches, schedules, "
+        "virtual stages, meshes, strategies, cuts, every block's level of recomputation, when parameters are gathered. "
+        "*missed*: said to be optimal, and something is faster; *bound*, *row*: a bound of all plans, or of one "
+        "configuration's, that a plan is below; *refused*: something fits. *Sum*: it holds of plans that fit by a sum "
+        "of bytes, in a search that knows no other memory; *indivisible*: refused since the devices divide no size of "
+        "the model; *home*: it holds of plans with model data on the device; *offload*: its home is pinned to the "
+        f"host. Seeds from {seed} on: {found}."
+    )
+    raw = {**vars(found), "violations": [asdict(each) for each in found.violations]}
+    print(record.write("exact", "Exactness", notes, exact.table(found), raw, facts), flush=True)
+    if found.violations:
+        raise SystemExit(f"{len(found.violations)} violations, which stand above")
 
 
 PARTS: dict[str, Callable[[], None]] = {

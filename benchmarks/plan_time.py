@@ -1,131 +1,153 @@
-"""Plan time: from an ``nn.Module`` to a ``Plan``, and to one rank's program, for the shapes of Llama 3.
+"""Plan time: what a person waits for, from the start of ``python`` and from the call of ``autopar.plan`` to a plan.
 
-The model is Transformers' own on the meta device, in bfloat16, with a number of layers. Capture, fold, build and
-solve are the plan's own times (``plan.search.seconds``); rewrite emits one rank's program under a fake process group
-of the whole cluster.
+Each case is a process of its own, as its user's would be: nothing is imported or planned before, and arguments are the
+default ones. Models are Transformers' own on the meta device, in bfloat16.
+
+``python -m benchmarks.plan_time CASE`` is such a process; ``python -m benchmarks plan`` starts one for each case.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import json
+import logging
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-from autopar import ClusterSpec, Plan
-from autopar.driver.plan import assign, plan_traced
-from autopar.driver.trace import Traced, trace
-from autopar.emit.block_program import STATE
-from autopar.emit.rewrite import rewrite
-from autopar.graph.cpython import no_garbage
-from autopar.runtime.spmd.mesh import device_mesh, groups_of
-from autopar.runtime.spmd.random_state import RandomState
-from autopar.runtime.spmd.run_state import RunState
-from autopar.verification.simulator import fake_process_group
-from planner.formulation.constraints.pins import Pins
-from planner.formulation.training import Training
+    from autopar import ClusterSpec
 
-SEQUENCE = 4096
+CAP_S = 45.0
+"""A process that takes longer is ended, so that all cases take about five minutes at most."""
+SEQUENCE = 8192
 SHAPES = {
     "narrow": {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128},
 }
-PHASES = ("capture", "fold", "build", "solve", "rewrite")
+GPT_SHAPES = {"XL": {"n_embd": 1600, "n_head": 25}, "175B": {"n_embd": 12288, "n_head": 96}}
+"""Of GPT-2 and GPT-3, which differ in sizes alone as far as operators are concerned."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A number of layers, for a number of nodes of eight H100, with one global batch of sequences.
+    """A model and a cluster, with one global batch of sequences.
 
-    With ``pipelines``, which cannot be rewritten yet, stages and micro-batches are searched too. ``memory`` is that of
-    each device, where it has less than an H100.
+    Attributes:
+        shape: of :data:`SHAPES` or :data:`GPT_SHAPES`.
+        devices: so many of a preset.
+        memory: of each device, and of its share of the host, where they have less than the preset's.
     """
 
+    model: str
+    shape: str
     layers: int
-    nodes: int
+    preset: str
+    devices: int
     batch: int
-    shape: str = "8B"
     sequence: int = SEQUENCE
-    pipelines: bool = False
-    time_limit_s: float = 60.0
-    memory: str = "80 GiB"
+    memory: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """The cluster in words."""
+        less = "".join(f", {size} of {part} memory" for part, size in self.memory.items())
+        return f"{self.devices:,} of {self.preset}{less}"
+
+
+CASES = (
+    Case("Llama 8B", "8B", 32, "dgx-h100", 8, 128),
+    Case("Llama 8B", "8B", 32, "dgx-h100", 64, 512),
+    Case("Llama 70B", "70B", 80, "dgx-h100", 64, 1024),
+    Case("Llama 405B", "405B", 126, "dgx-h100", 16384, 2048),
+    Case("GPT-3 175B", "175B", 96, "dgx-a100", 1024, 1536, 2048),
+    Case("GPT-2 XL", "XL", 48, "workstation", 1, 8, 1024, {"device": "8 GiB", "host": "64 GiB"}),
+    Case("1,000 narrow layers", "narrow", 1000, "dgx-h100", 8, 8),
+)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Seconds by phase, and what was found.
+    """How long a plan took, and what was found.
 
     Attributes:
-        total_s: wall seconds from the module to the plan; rewrite is not part of it.
-        cpu_s: CPU seconds of the same stretch.
+        start_s: wall seconds from the start of the process to the plan; imports and the model are part of it.
+        call_s, cpu_s: wall and CPU seconds of the call of ``autopar.plan``.
+        seconds: of the call, by phase.
+        status, gap: of the search; ``status`` says why there is no plan where there is none.
+        found: how the model is divided, in words.
     """
 
     case: Case
-    seconds: Mapping[str, float]
-    total_s: float
-    cpu_s: float
     status: str
-    gap: float
-    mesh: Mapping[str, int]
-    step_time_s: float
-    peak_bytes: int
+    start_s: float = 0.0
+    call_s: float = 0.0
+    cpu_s: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    gap: float | None = None
+    found: str = ""
+    step_time_s: float | None = None
+    peak_bytes: int = 0
 
 
-def measured_alone(case: Case, times: int) -> list[Planned]:
-    """Plan so often in a process of its own, as its user would: after a first plan, which imports, and no other."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-        alone.submit(measure, Case(1, 1, 8)).result()
-        return [alone.submit(measure, case).result() for _ in range(times)]
+def measured(number: int) -> Planned:
+    """Plan a case in a process of its own."""
+    # Installed packages have their bytecode beside them; so that ours has, too, the first process writes it.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-m", "benchmarks.plan_time", str(number)]
+    start = time.time()
+    try:
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=CAP_S, check=True)
+    except subprocess.TimeoutExpired as ended:
+        so_far = (ended.stdout or b"").decode().splitlines()  # bytes, also where text is asked for
+        return Planned(CASES[number], f"ended after {CAP_S:g} s, at: {so_far[-1] if so_far else 'imports'}", CAP_S)
+    told = json.loads(done.stdout.splitlines()[-1])
+    return Planned(CASES[number], start_s=told.pop("at") - start, **told)
 
 
-@no_garbage()
-def measure(case: Case) -> Planned:
-    """Plan once."""
-    model, batch = llama(case.layers, case.batch, case.sequence, case.shape)
-    fields = ClusterSpec.preset("dgx-h100", nodes=case.nodes).to_dict()
-    cluster = ClusterSpec.from_dict({**fields, "device": {**fields["device"], "memory_bytes": case.memory}})
+def plan_here(case: Case) -> dict[str, Any]:
+    """Plan a case in this process: the fields of :class:`Planned`, and at what time the plan was there."""
+    import autopar
+
+    model, batch = gpt(case) if case.shape in GPT_SHAPES else llama(case.layers, case.batch, case.sequence, case.shape)
+    cluster = _cluster(case)
     wall, cpu = time.perf_counter(), time.process_time()
-    traced = trace(model, example_kwargs=batch)
-    plan = plan_traced(
-        traced, cluster, Pins.parse(None), Training(), pipelines=case.pipelines, time_limit_s=case.time_limit_s
-    )
-    total_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
-    return Planned(
-        case,
-        {**plan.search.seconds, **({} if case.pipelines else {"rewrite": _rewrite_s(traced, plan)})},
-        total_s,
-        cpu_s,
-        plan.search.status,
-        plan.search.gap,
-        plan.sizes,
-        plan.predicted.step_time_s,
-        plan.predicted.peak_bytes,
-    )
+    try:
+        plan = autopar.plan(model, cluster, example_kwargs=batch, progress=partial(print, flush=True))
+    except autopar.InfeasibleError as error:
+        seconds = {"call_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+        return {"status": str(error).splitlines()[0].partition(":")[0], "at": time.time(), **seconds}
+    call_s, cpu_s, at = time.perf_counter() - wall, time.process_time() - cpu, time.time()
+    from planner.plan.report.sentence import sentence
+
+    return {
+        "status": plan.search.status,
+        "at": at,
+        "call_s": call_s,
+        "cpu_s": cpu_s,
+        "seconds": dict(plan.search.seconds),
+        "gap": plan.search.gap,
+        "found": sentence(plan).partition(";")[0],
+        "step_time_s": plan.predicted.step_time_s,
+        "peak_bytes": plan.predicted.peak_bytes,
+    }
 
 
-def depth(few: Planned, many: Planned) -> str:
-    """How much longer planning takes for more layers of the same block."""
-    searching, whole = (
-        part(many) / part(few)
-        for part in (lambda run: run.seconds["build"] + run.seconds["solve"], lambda run: run.total_s)
-    )
-    return (
-        f"{many.case.layers:,} {few.case.shape} layers against {few.case.layers}: the search (build and solve) takes "
-        f"{searching:.2f} times as long, the way from `nn.Module` to `Plan` {whole:.1f} times."
-    )
+def _cluster(case: Case) -> ClusterSpec:
+    from autopar import ClusterSpec
 
-
-def _rewrite_s(traced: Traced, plan: Plan) -> float:
-    with fake_process_group(plan.mesh.size):
-        groups = {**groups_of(device_mesh(plan.mesh, "cpu")), STATE: RunState(RandomState(0))}
-        start = time.perf_counter()
-        rewrite(traced.captured, assign(traced, plan), groups, torch.device("cpu"))
-        return time.perf_counter() - start
+    fields = ClusterSpec.preset(case.preset, devices=case.devices).to_dict()
+    return ClusterSpec.from_dict(
+        {**fields, **{part: {**fields[part], "memory_bytes": size} for part, size in case.memory.items()}}
+    )
 
 
 def llama(layers: int, batch: int, sequence: int = SEQUENCE, shape: str = "8B") -> tuple[nn.Module, dict[str, Tensor]]:
@@ -141,7 +163,55 @@ def llama(layers: int, batch: int, sequence: int = SEQUENCE, shape: str = "8B") 
         rope_theta=500000.0,
         use_cache=False,
     )
+    return _without_data(LlamaForCausalLM, config, batch, sequence)
+
+
+def gpt(case: Case) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Transformers' GPT-2 in a shape of GPT-2 or GPT-3, and a global batch, both without data."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        **GPT_SHAPES[case.shape],
+        n_layer=case.layers,
+        n_positions=case.sequence,
+        use_cache=False,
+    )
+    return _without_data(GPT2LMHeadModel, config, case.batch, case.sequence)
+
+
+def _without_data(kind: Any, config: Any, batch: int, sequence: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    import torch
+
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+        model = kind(config).to(torch.bfloat16).train()
         ids = torch.zeros(batch, sequence, dtype=torch.long)
     return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+def rows(results: list[Planned]) -> list[dict[str, str]]:
+    """The table: column -> text, a row for each case."""
+    return [
+        {
+            "model": r.case.model,
+            "cluster": r.case.where,
+            "batch": f"{r.case.batch:,} of {r.case.sequence:,}",
+            "from the start s": f"{r.start_s:.1f}",
+            "from the call s": f"{r.call_s:.1f}" if r.call_s else "",
+            "CPU s": f"{r.cpu_s:.1f}" if r.call_s else "",
+            "proved gap": "" if r.gap is None else f"{r.gap:.2%}",
+            "step s": "" if r.step_time_s is None else f"{r.step_time_s:.4g}",
+            "peak GiB": f"{r.peak_bytes / 2**30:.1f}" if r.peak_bytes else "",
+            "found": r.found or r.status,
+        }
+        for r in results
+    ]
+
+
+def raw(results: list[Planned]) -> list[dict[str, Any]]:
+    """Every measurement, as JSON."""
+    return [asdict(r) for r in results]
+
+
+if __name__ == "__main__":
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    print(json.dumps(plan_here(CASES[int(sys.argv[1])])))

@@ -38,15 +38,15 @@ from autopar.capture.repeats.repeats import Repeats
 from autopar.functions.applying import Applied, carrying
 from autopar.functions.carry import Carried
 from autopar.graph import dump
-from autopar.graph.cpython import no_garbage
 from autopar.graph.module_walk import ModuleWalk
 from autopar.graph.program import Program, expand
 from autopar.graph.tensors import storage_of
+from planner.base.cpython import no_garbage
 from planner.base.errors import CaptureError, InputError
 
 LossFn = Callable[..., torch.Tensor]
-LOSS = "loss"
-"""The output of this name is what a step goes backward from, where several might be."""
+ONLY = "output"
+"""The name of the only output of a model."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,12 @@ class Captured:
         """Names of the nodes that leave the model, ``None`` where the output is a static value."""
         return self.program.outputs
 
-    @property
-    def named_loss(self) -> int | None:
-        """Which of the outputs that are nodes the model calls ``loss``: a key or an attribute of what it returns."""
+    @cached_property
+    def output_names(self) -> tuple[str, ...]:
+        """What the model calls each of its outputs, see :func:`output_name`; aligned with ``outputs``."""
         places = pytree.tree_unflatten(list(range(len(self.outputs))), self.out_spec)
-        named = {place for path, place in pytree.tree_flatten_with_path(places)[0] if path_name(path) == LOSS}
-        nodes = [place for place, name in enumerate(self.outputs) if name is not None]
-        return next((number for number, place in enumerate(nodes) if place in named), None)
+        names = {place: output_name(path) for path, place in pytree.tree_flatten_with_path(places)[0]}
+        return tuple(names[place] for place in range(len(self.outputs)))
 
     @property
     def updates(self) -> tuple[tuple[str, str], ...]:
@@ -138,9 +137,10 @@ class _WithLoss(nn.Module):
         return loss
 
 
-def path_name(path: tuple[Any, ...]) -> str:
-    """``loss``, ``hidden_states.0``: where an output stands among all; empty where it is the only one."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+def output_name(path: tuple[Any, ...]) -> str:
+    """``loss``, ``hidden_states.0``: where an output stands among all; :data:`ONLY` where it is the only one."""
+    keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+    return ".".join(keys) or ONLY
 
 
 def accepted_names(module: nn.Module) -> frozenset[str]:

@@ -46,7 +46,7 @@ def lower(captured: Captured) -> Graph:
         lowering.nodes(),
         tuple(lowering.ref(name) for name in captured.outputs if name is not None),
         tuple((buffer, lowering.ref(name)) for buffer, name in captured.updates),
-        captured.named_loss,
+        tuple(n for n, node in zip(captured.output_names, captured.outputs, strict=True) if node is not None),
     )
     graph.check()
     return graph

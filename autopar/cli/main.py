@@ -1,4 +1,4 @@
-"""The command line: ``autopar plan``, ``show``, ``verify``, ``profile``, ``checkpoint`` and ``demo``.
+"""The command line: ``autopar plan``, ``show``, ``rebind``, ``verify``, ``profile``, ``checkpoint`` and ``demo``.
 
 Only what ``--help`` needs is imported at the top; torch comes with the first command that needs it, and once its words
 are known to be right (:mod:`autopar.cli.arguments`). An error of the user's is one message and exit code 2.
@@ -111,6 +111,14 @@ def plan(
     optimizer_bytes: Annotated[
         int, typer.Option(min=0, help="Optimizer state per parameter element: Adam's; 12 with masters in float32.")
     ] = 8,
+    outputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Outputs that training steps keep: loss,logits or all.",
+            show_default="of a micro-batched step numbers, else all",
+        ),
+    ] = None,
     pipelines: Annotated[
         bool, typer.Option("--pipelines", help="Also look at pipeline stages and micro-batches.")
     ] = False,
@@ -144,6 +152,7 @@ def plan(
             example_kwargs=loaded.inputs,
             pin=pins,
             optimizer_bytes_per_element=optimizer_bytes,
+            outputs="all" if outputs == "all" else None if outputs is None else outputs.split(","),
             pipelines=pipelines,
             time_limit_s=time_limit,
             gap=GAP if gap is None else gap,
@@ -180,6 +189,55 @@ def show(
     else:
         typer.echo(str(found), nl=False)
     _write(found, None, html, trace)
+
+
+@app.command()
+def rebind(
+    plan: PlanFile,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="The model to carry the plan to: [bold]module:function[/], or a Transformers config.json.",
+        ),
+    ],
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", "-c", metavar="CLUSTER", help="Carry it to this cluster.", show_default="the plan's"),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help=BATCH, show_default="the plan's")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help=SEQUENCE, show_default="the plan's")] = None,
+    inputs: Inputs = None,
+    dtype: DType = None,
+    out: Annotated[Path | None, typer.Option(help="Write the rebound plan here, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
+    trace: Trace = None,
+    time_limit: Annotated[
+        float, typer.Option(min=0, help="Seconds of a fresh search to compare with; 0: none is made.")
+    ] = 0.0,
+) -> None:
+    """Carry a plan's decisions to another model, batch or cluster, and say what had to change."""
+    _check_writable(out, html, trace)
+    with _status("reading the model") as say:
+        from autopar.cli import arguments
+        from planner.plan.plan import Plan
+
+        found = Plan.load(plan)
+        where = None if cluster is None else arguments.read_cluster(cluster)
+        cast = None if dtype is None else arguments.read_dtype(dtype)
+        name, forms = arguments.read_model(model, cast), arguments.read_inputs(inputs or ())
+
+        from autopar.cli import model_loading
+
+        sizes = model_loading.planned_sizes(found)
+        planned = found if batch is None and seq is None else None
+        loaded = model_loading.load(name, batch, seq, forms, sizes, planned=planned, dtype=cast)
+        warnings.simplefilter("ignore", PlanWarning)  # the report begins with the same
+        rebound = found.rebind(loaded.model, where, example_kwargs=loaded.inputs, time_limit_s=time_limit, progress=say)
+    typer.echo(str(rebound), nl=False)
+    _write(rebound, out, html, trace)
 
 
 @app.command()

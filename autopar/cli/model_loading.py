@@ -170,6 +170,13 @@ def planned_inputs(plan: Plan) -> dict[str, Tensor]:
     return {name: zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
 
 
+def planned_sizes(plan: Plan) -> tuple[int, int]:
+    """Global batch and sequence length that a plan was made for, as far as the plan tells."""
+    shapes = [leaf.shape for name in plan.inputs if (leaf := plan.account.leaves.get(name)) is not None]
+    longest = next((shape for shape in shapes if len(shape) == 2), ())
+    return (longest[0], longest[1]) if longest else (8, 512)
+
+
 def transformers_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Tensor]:
     """One global batch for a Transformers model, with labels where it computes a loss."""
     accepted = inspect.signature(model.forward).parameters

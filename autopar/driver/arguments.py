@@ -13,7 +13,6 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.module import ParallelModule
 from planner.base.errors import ClusterError, InputError, PlanError, PlanWarning
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
@@ -22,6 +21,7 @@ from planner.plan.plan import Plan
 from planner.search.candidate_bounds import Progress
 from planner.search.search import check_axes, check_gap, check_time_limit
 
+PARALLEL = "ParallelModule"
 _WRAPPERS = {
     "DataParallel": "module",
     "DistributedDataParallel": "module",
@@ -29,7 +29,9 @@ _WRAPPERS = {
     "DeepSpeedEngine": "module",
     "OptimizedModule": "_orig_mod",  # of torch.compile
 }
-"""Classes that stand around a model, and the attribute that has it; by name, so that none need be imported."""
+"""Classes that stand around a model, and the attribute that has it; by name, so that none need be imported, nor what
+:data:`PARALLEL` runs with.
+"""
 
 Fold = Literal["capture", "graph", "off"]
 
@@ -49,11 +51,7 @@ def check_arguments(
     if not isinstance(model, nn.Module):
         raise InputError(f"model is {_kind(model)}; give a torch.nn.Module")
     _check_unwrapped(model)
-    if not isinstance(cluster, ClusterSpec):
-        raise ClusterError(
-            f"cluster is {_kind(cluster)}; give a ClusterSpec, e.g. ClusterSpec.local(4), "
-            "ClusterSpec.preset('dgx-h100', nodes=4) or ClusterSpec.load('cluster.yaml')"
-        )
+    check_cluster(cluster)
     if example_args is not None and not isinstance(example_args, (tuple, list)):
         raise InputError(f"example_args is {_kind(example_args)}; give a tuple of positional inputs: example_args=(x,)")
     if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
@@ -66,10 +64,19 @@ def check_arguments(
     Pins.parse(pin)
 
 
+def check_cluster(cluster: object) -> None:
+    """Raises :class:`ClusterError` unless it is one."""
+    if not isinstance(cluster, ClusterSpec):
+        raise ClusterError(
+            f"cluster is {_kind(cluster)}; give a ClusterSpec, e.g. ClusterSpec.local(4), "
+            "ClusterSpec.preset('dgx-h100', nodes=4) or ClusterSpec.load('cluster.yaml')"
+        )
+
+
 def _check_unwrapped(model: nn.Module) -> None:
     """Refuse a model that is parallelized or compiled already; raises :class:`InputError` that says what to give."""
     kind = type(model).__name__
-    if isinstance(model, ParallelModule):
+    if kind == PARALLEL:
         raise InputError("model is a parallel module already: give the original, pmodel.module")
     for wrapper, inside in _WRAPPERS.items():
         if kind == wrapper:

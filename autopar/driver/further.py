@@ -23,11 +23,11 @@ from autopar.driver.plan import assign, staged
 from autopar.driver.rank_agreement import check_alike, planned_on_rank_0, traced_alike
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import further
-from autopar.graph.cpython import no_garbage, on_one_stack
 from autopar.runtime.data.agreement import checksum
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.input_form import FlatCall, InputForm, Static, TensorForm, named_inputs
 from autopar.runtime.spmd.programs import Emitted
+from planner.base.cpython import no_garbage, on_one_stack
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import in_seconds, shape_text
 from planner.formulation.constraints.stored_layouts import PlannedInputs, PlannedTensor, StoredLayouts

@@ -23,12 +23,12 @@ from autopar.driver.arguments import (
     warn,
 )
 from autopar.driver.further import ModelState, ProgramMaker, values_of
+from autopar.driver.outputs import Outputs, check_outputs, discards_of
 from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.process_group import start_process_group
 from autopar.driver.rank_agreement import arguments, check_alike, planned_on_rank_0, traced_alike
 from autopar.emit.build import build
 from autopar.emit.initialization import Source, part_maker
-from autopar.graph.cpython import on_one_stack
 from autopar.runtime.data.agreement import DataAgreement, calls_to_check
 from autopar.runtime.host.disk import check_given, open_disk
 from autopar.runtime.host.memory_check import check_room
@@ -36,7 +36,8 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.mesh import pipeline_mesh
 from planner.analysis.offload.chunks import chunks_of, moving_bytes, parameters
 from planner.analysis.offload.step_timing import saved_bytes
-from planner.base.errors import PinError, PlanError
+from planner.base.cpython import on_one_stack
+from planner.base.errors import InputError, PinError, PlanError
 from planner.base.formatting import in_all_bytes
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
@@ -44,6 +45,7 @@ from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.constraints.stored_layouts import tensors_of
 from planner.formulation.training import Training
+from planner.plan.document.document import EVALUATE
 from planner.plan.further_stages import homes
 from planner.plan.plan import Plan
 from planner.search.candidate_bounds import Progress
@@ -67,6 +69,7 @@ def parallelize(
     loss_fn: LossFn | None = None,
     pin: Mapping[str, Any] | None = None,
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element,
+    outputs: Outputs | None = None,
     pipelines: bool = False,
     state_dict: Source | None = None,
     seed: int = 0,
@@ -82,8 +85,8 @@ def parallelize(
     0's model, from ``state_dict``, or, for models on the meta device, from the modules' own initialisation.
 
     Args:
-        model, cluster, example_args, example_kwargs, loss_fn, pin, optimizer_bytes_per_element, pipelines,
-            time_limit_s, gap, max_axes: as in :func:`plan`; the last six are of the search, where no plan is given.
+        model, cluster, example_args, example_kwargs, loss_fn, pin, optimizer_bytes_per_element, outputs, pipelines,
+            time_limit_s, gap, max_axes: as in :func:`plan`; the last seven are of the search, where no plan is given.
         plan: a plan to apply without searching, or the path of one's file.
         state_dict: the original model's full state dict, or the path of a file that ``torch.save`` wrote of it, of a
             safetensors file, of a directory of such files with their index, or of what
@@ -95,8 +98,8 @@ def parallelize(
     Raises:
         PlanError: the plan does not fit the model, the cluster or the process group; or ranks were given different
             ones, or different models, inputs, pins or seeds.
-        InputError: ``offload_path`` is missing, not wanted, no directory, or not writable; or ``AUTOPAR_CHECK_DATA`` is
-            neither 0 nor 1.
+        InputError: the model does not return what ``outputs`` names, or they are given beside a plan; ``offload_path``
+            is missing, not wanted, no directory, or not writable; or ``AUTOPAR_CHECK_DATA`` is neither 0 nor 1.
         InfeasibleError: it has no room for the model's data, or a machine or a GPU has less memory left than the plan
             takes of it.
     """
@@ -104,9 +107,15 @@ def parallelize(
     check_search("capture", time_limit_s, gap, max_axes)
     check_reporting(pipelines, progress)
     check_source(state_dict, seed)
+    check_outputs(outputs)
     training = training_of(optimizer_bytes_per_element)
     if plan is not None and pin:
         raise PinError("a plan is already decided, so pin has nothing left to fix: give plan or pin, not both")
+    if plan is not None and outputs is not None:
+        raise InputError(
+            "a plan is already decided, and says which outputs it discards: give plan or outputs, not both. Plan again "
+            f'with outputs={outputs!r}, or change "discards" in the plan\'s file and price it with {EVALUATE}'
+        )
     plan = None if plan is None else given_plan(plan)
     if plan is not None and plan.cluster.world_size != cluster.world_size:
         raise PlanError(
@@ -120,7 +129,7 @@ def parallelize(
     check_given(offload_path, tier == "disk")
     calls = calls_to_check()
     device = start_process_group(cluster, tier != "device")
-    check_alike(arguments(model, cluster, plan, pins, training, pipelines, state_dict, seed))
+    check_alike(arguments(model, cluster, plan, pins, training, outputs, pipelines, state_dict, seed))
     if dist.get_world_size() != cluster.world_size:
         raise PlanError(
             f"the cluster has {cluster.world_size} devices but {dist.get_world_size()} processes were started: "
@@ -130,6 +139,7 @@ def parallelize(
         say(progress, f"capturing {type(model).__name__}")
     traced = traced_alike(model, example_args, example_kwargs, loss_fn)
     if plan is None:
+        training = replace(training, discards=discards_of(traced, outputs))
         limits: dict[str, Any] = {"time_limit_s": time_limit_s, "gap": gap, "max_axes": max_axes}
         search = partial(plan_traced, traced, cluster, pins, training, pipelines=pipelines, **limits, progress=progress)
         plan = planned_on_rank_0(search)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,10 +21,9 @@ from autopar.driver.arguments import (
     training_of,
     warn,
 )
+from autopar.driver.outputs import Outputs, check_discards, check_outputs, discards_of
 from autopar.driver.trace import Traced, trace
-from autopar.emit.build import MicroBatched
-from autopar.emit.stage_programs import check_micro_batched
-from autopar.graph.cpython import no_garbage, on_one_stack
+from planner.base.cpython import no_garbage, on_one_stack
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
@@ -38,6 +37,9 @@ from planner.search.candidate_bounds import Progress
 from planner.search.search import GAP
 from planner.solve.pipeline.schedule import schedule
 
+if TYPE_CHECKING:
+    from autopar.emit.build import MicroBatched
+
 
 @no_garbage()
 def plan(
@@ -49,6 +51,7 @@ def plan(
     loss_fn: LossFn | None = None,
     pin: Mapping[str, Any] | None = None,
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element,
+    outputs: Outputs | None = None,
     fold: Fold = "capture",
     pipelines: bool = False,
     time_limit_s: float = 60.0,
@@ -68,6 +71,10 @@ def plan(
             :class:`planner.formulation.constraints.pins.Pins`.
         optimizer_bytes_per_element: optimizer state per parameter element: Adam's is 8, and 12 where it steps masters
             in float32 (``master_dtype``, see :meth:`autopar.runtime.module.ParallelModule.optimizer`).
+        outputs: names of the model's outputs that training steps keep, beside the loss and other single numbers:
+            ``("loss", "logits")``, of nested ones also those above them (``"hidden_states"``); ``"all"`` keeps all.
+            Left out: in a step of several micro-batches none, since they would be held for all of them; in another
+            all. The others are returned under ``torch.no_grad()``; in training their use raises an error.
         fold: ``"capture"`` traces submodules that repeat once and decides once per distinct block, ``"graph"`` traces
             the whole model and decides once per distinct block, ``"off"`` decides for every operator of the model.
             The graph is the same in all three, and what ``"capture"`` cannot follow is traced whole.
@@ -81,14 +88,15 @@ def plan(
 
     Raises:
         InputError, CaptureError: the model or its inputs cannot be captured; it looks up positions past the end of a
-            table; it is to be trained with micro-batches, and has no loss; or it has a ``loss_fn``, and nothing to
-            train.
+            table; it is to be trained with micro-batches, and has no loss; it has a ``loss_fn``, and nothing to
+            train; or it does not return what ``outputs`` names.
         PinError: the pins contradict each other, the model, or the cluster.
         InfeasibleError: no plan fits in memory.
     """
     check_arguments(model, cluster, example_args, example_kwargs, pin)
     check_search(fold, time_limit_s, gap, max_axes)
     check_reporting(pipelines, progress)
+    check_outputs(outputs)
     training = training_of(optimizer_bytes_per_element)
     pins = Pins.parse(pin)
     say(progress, f"capturing {type(model).__name__}")
@@ -97,7 +105,7 @@ def plan(
         traced,
         cluster,
         pins,
-        training,
+        replace(training, discards=discards_of(traced, outputs)),
         fold=fold,
         pipelines=pipelines,
         time_limit_s=time_limit_s,
@@ -112,7 +120,7 @@ def plan(
 def _runs_micro_batched(traced: Traced) -> bool:
     """Whether micro-batched steps can train the model."""
     try:
-        check_micro_batched(traced.captured, traced.graph)
+        traced.check_micro_batched()
     except InputError:
         return False
     return True
@@ -135,7 +143,7 @@ def plan_traced(
 ) -> Plan:
     """Plan a captured model; see :func:`plan`."""
     if pipelines or pins.micro_batched:
-        check_micro_batched(traced.captured, traced.graph)
+        traced.check_micro_batched()
     say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
     request = Request(
         traced.graph,
@@ -199,8 +207,11 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
         return plan.assignment
     facts = traced.facts
     folded = refold(plan, traced.graph, facts)
+    check_discards(traced, plan)
     pins, stages = Pins.parse(plan.pin), 1 if plan.pipeline is None else plan.pipeline.ranks
-    training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.unsharding)
+    training = Training(
+        plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.unsharding, plan.discards
+    )
     space = pinned_space(traced.graph, folded, plan.mesh, plan.cluster, pins, training, stages)
     return restore(plan, space, facts)
 
@@ -211,6 +222,8 @@ def staged(plan: Plan, assignment: Assignment) -> tuple[Assignment, MicroBatched
     Raises:
         PlanError: the plan's pipeline does not fit the model's blocks.
     """
+    from autopar.emit.build import MicroBatched  # with all that a plan runs with, which planning does not need
+
     found = restage(plan, assignment)
     if found is None:
         return assignment, None

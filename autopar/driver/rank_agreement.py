@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.capture.capture import LossFn
+from autopar.driver.outputs import Outputs
 from autopar.driver.trace import Traced, trace
 from autopar.emit.initialization import Source
 from autopar.runtime.data.agreement import VARIABLE
@@ -34,6 +35,7 @@ def arguments(
     plan: Plan | None,
     pins: Pins,
     training: Training,
+    outputs: Outputs | None,
     pipelines: bool,
     source: Source | None,
     seed: int,
@@ -48,6 +50,7 @@ def arguments(
         "plan": "none" if plan is None else plan.digest(),
         "pin": json.dumps(pins.to_dict()),  # of globs the first that matches counts
         "optimizer_bytes_per_element": str(training.optimizer_bytes_per_element),
+        "outputs argument": "left out" if outputs is None else str(outputs),
         "pipelines flag": str(pipelines),
         "model": "one on the meta device" if any(p.is_meta for p in model.parameters()) else "one with weights",
         "state_dict": "none" if source is None else "one",

@@ -13,7 +13,7 @@ from autopar.capture.capture import Captured, LossFn, capture
 from autopar.capture.hooks import check_hooks
 from autopar.capture.lowering import lower
 from autopar.driver.arguments import Fold, warn
-from autopar.graph.cpython import no_garbage, on_one_stack
+from planner.base.cpython import no_garbage, on_one_stack
 from planner.base.errors import InputError
 from planner.ir.graph import Graph
 from planner.plan.document.fingerprint import model_facts
@@ -33,6 +33,20 @@ class Traced:
     def facts(self) -> dict[str, Any]:
         """What identifies the model in a plan."""
         return model_facts(self.graph, self.name, "train" if self.captured.training else "eval")
+
+    def check_micro_batched(self) -> None:
+        """Refuse a model that no micro-batched plan can train, before one is searched.
+
+        Raises:
+            InputError: it is to be trained and has no loss.
+        """
+        trained = any(leaf.results[0].grad for leaf in self.graph.leaves)
+        if self.captured.training and trained and self.graph.loss is None:
+            raise InputError(
+                "a micro-batched step runs its own backward, so the model must return its loss (one floating number "
+                "that depends on what is trained), or be given a loss_fn: give it one, or plan without pipelines and "
+                "micro_batches; to run it forward only, call model.eval() first"
+            )
 
 
 @on_one_stack

@@ -398,7 +398,8 @@ def _leaving(assignment: Assignment, position: int, stage: int, buffer: str | No
     made = assignment.consumer_layout(ref)
     summed = space.mesh.micro_batches > 1 and made[0] == P
     dtype = getattr(torch, space.graph.type_of(ref).dtype)
-    return Leaving(_micro_batch_dim(space.mesh, made), summed, stage, dtype, space.graph.type_of(ref).grad, buffer)
+    is_kept, is_differentiable = position not in space.discards, space.graph.type_of(ref).grad
+    return Leaving(_micro_batch_dim(space.mesh, made), summed, stage, dtype, is_differentiable, is_kept, buffer)
 
 
 def interface_of(captured: Captured, assignment: Assignment, leaf_names: Collection[str] | None = None) -> Interface:
@@ -418,7 +419,7 @@ def interface_of(captured: Captured, assignment: Assignment, leaf_names: Collect
             leaves.append(LeafSpec(leaf.op, name, tensor.shape, dtype, layout, tensor.grad))
     outputs: list[OutputSpec | None] = []
     position = 0
-    for output in captured.outputs:
+    for output, name in zip(captured.outputs, captured.output_names, strict=True):
         if output is None:
             outputs.append(None)
             continue
@@ -426,7 +427,8 @@ def interface_of(captured: Captured, assignment: Assignment, leaf_names: Collect
         layout = assignment.output_layout(position)
         if mesh.micro_batches > 1:  # micro-batches are put together as they come, whatever the layout says of them
             layout = over_micro_batches((assignment.consumer_layout(ref)[0], *layout[1:]), mesh)
-        outputs.append(OutputSpec(graph.type_of(ref).shape, layout))
+        is_kept = position not in assignment.space.discards
+        outputs.append(OutputSpec(name, graph.type_of(ref).shape, layout, is_kept))
         position += 1
     return Interface(
         tuple(leaves),

@@ -32,10 +32,10 @@ from autopar.emit.rewrite import Root, targets_of
 from autopar.runtime.layers.loss import token_count
 from autopar.runtime.pipeline.stage import Passed, Stage
 from planner.analysis.offload.chunks import Chunk, before
-from planner.base.errors import InputError, PlanError
+from planner.base.errors import PlanError
 from planner.formulation.assignment import Assignment
 from planner.formulation.stage_boundaries import crossing
-from planner.ir.graph import Graph, Node, Ref
+from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, I, Layout, R, local_shape
 
 
@@ -76,21 +76,6 @@ def stages_of(
     outlines = [Outline(targets, cut, number, groups, device) for number in range(len(bounds) - 1)]
     _check_updates(outlines)
     return outlines
-
-
-def check_micro_batched(captured: Captured, graph: Graph) -> None:
-    """Refuse a model that no micro-batched plan can train, before one is searched.
-
-    Raises:
-        InputError: it is to be trained and has no loss.
-    """
-    trained = any(leaf.results[0].grad for leaf in graph.leaves)
-    if captured.training and trained and graph.loss is None:
-        raise InputError(
-            "a micro-batched step runs its own backward, so the model must return its loss (one floating number that "
-            "depends on what is trained), or be given a loss_fn: give it one, or plan without pipelines and "
-            "micro_batches; to run it forward only, call model.eval() first"
-        )
 
 
 def _check(assignment: Assignment) -> None:

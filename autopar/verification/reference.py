@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from autopar.capture.capture import LossFn, _caches_off, _example_inputs, _WithLoss, path_name
+from autopar.capture.capture import LossFn, _caches_off, _example_inputs, _WithLoss, output_name
 from autopar.capture.model_state import Snapshot
 from autopar.driver.trace import Traced, trace
 from autopar.graph import dump
@@ -215,7 +215,7 @@ def _step(
             # From a tensor, backward would leave the mode, which what is checkpointed runs in again.
             edge, start = torch.autograd.graph.get_gradient_edge(outputs[loss]), torch.ones_like(outputs[loss])
             torch.autograd.backward(edge, start)
-    names = tuple(path_name(path) or "output" for path, _ in paths)
+    names = tuple(output_name(path) for path, _ in paths)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     sparse = [name for name, value in gradients.items() if value.layout != torch.strided]
     if sparse:

@@ -31,6 +31,7 @@ from autopar.emit.build import MicroBatched
 from autopar.functions.carry import Carried
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.spmd.mesh import groups_of
+from autopar.runtime.spmd.not_kept import NotKept
 from autopar.verification.collective_counter import count_collectives, count_messages, differences
 from autopar.verification.divergence import first_divergence, reference_values
 from autopar.verification.float64 import is_narrow
@@ -158,7 +159,7 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
         between = Counter({call: count for call, count in between.items() if call.phase == "forward"})
     outputs = {}
     for name, expected, got, spec in zip(reference.names, reference.outputs, returned, specs, strict=True):
-        if isinstance(expected, Tensor):
+        if isinstance(expected, Tensor) and not isinstance(got, NotKept):
             layout = spec.layout if spec is not None else ()
             outputs[name] = relative_error(simulation.whole(got, layout, tuple(expected.shape)), expected)
     layouts = {leaf.name: leaf.layout for leaf in module.interface.leaves}
@@ -360,7 +361,7 @@ def _compared(
     real = assignment.space.mesh
     small = real if real.size <= SIMULATED_RANKS else _shrunk(real.micro_batched(1)).micro_batched(real.micro_batches)
     like = refold(assignment.space.folded, ref.traced.graph)
-    training = Training(unsharding=assignment.space.unsharding)
+    training = Training(unsharding=assignment.space.unsharding, discards=assignment.space.training.discards)
     cluster = assignment.space.cost.cluster
     pins = Pins(batch_norm=None if ref.normalized_apart == 1 else "micro_batch")
     space = space_on(ref.traced, small, cluster, pins, like, assignment.space.stages, training)
@@ -375,6 +376,9 @@ def _compared(
         found = found.noting(f"{real.size} ranks are too many to simulate: values were compared on {_describe(small)}")
     if ref.loss is None:
         found = found.noting("the model returns no differentiable scalar: outputs were compared, gradients were not")
+    if simulated.space.discards:
+        names = ", ".join(simulated.space.discarded_names)
+        found = found.noting(f"not compared, since training steps do not keep them: {names}")
     tolerance = ref.tolerance(small.size, rtol)
     if tolerance.blunt:
         worst = max(tolerance.blunt, key=tolerance.of)

@@ -120,6 +120,11 @@ class Assignment:
         kinds = range(len(self.space.folded.kinds))
         return {kind for kind in kinds if not self.reshards_again(kind)}
 
+    def what_it_comes_to(self, recompute: Recompute) -> Recompute:
+        """An amount without gathering again where blocks have nothing to gather again."""
+        lowered = recompute.lowered("resharded", "gathered", self.resharding_nothing)
+        return lowered.lowered("gathered", "none", self.gathering_nothing)
+
     def reshards_again(self, kind: int) -> bool:
         """Whether a kind of block saves anything computed in a larger form than it was made in."""
         found, params = self.again(kind, "resharded"), self.space.decision_graph.blocks.again(kind, "gathered")
@@ -262,10 +267,7 @@ def assignment_of(space: Space, choices: Sequence[int], recompute: Recompute = N
         variable: space.options[variable][choice] for variable, choice in zip(space.variables, choices, strict=True)
     }
     found = Assignment(space, chosen, recompute)
-    if not recompute.gathers:
-        return found
-    recompute = recompute.lowered("resharded", "gathered", found.resharding_nothing)
-    return replace(found, recompute=recompute.lowered("gathered", "none", found.gathering_nothing))
+    return replace(found, recompute=found.what_it_comes_to(recompute)) if recompute.gathers else found
 
 
 def _by_axis(route: Route) -> Route:

@@ -38,8 +38,10 @@ class BlockFacts:
         self._backward: dict[int, Backward] = {}
         self._again: dict[tuple[int, Level], Again] = {}
         self._working: dict[str, Working] = {}
+        self._workings: dict[object, Working] = {}
         self._last: dict[int, dict[Ref, int]] = {}
         self._traffic: dict[tuple[int, int, bool], MemoryTraffic] = {}
+        self._traffics: dict[object, MemoryTraffic] = {}
         self._charges = Charges(folded, self.again)
         self._charged: dict[Recompute, Mapping[Variable, Counter[Places]]] = {}
         self._as_made: dict[Recompute, Counter[tuple[int, int, int]]] = {}
@@ -93,7 +95,10 @@ class BlockFacts:
     def working(self, node: Node) -> Working:
         """What an operator needs while it runs."""
         if node.name not in self._working:
-            self._working[node.name] = working(self.graph, node)
+            key = self._reading(node)
+            if key not in self._workings:
+                self._workings[key] = working(self.graph, node)
+            self._working[node.name] = self._workings[key]
         return self._working[node.name]
 
     def traffic(self, node: Node, on_cpu: bool) -> MemoryTraffic:
@@ -104,8 +109,21 @@ class BlockFacts:
             first = self.folded.kinds[kind][0].block.nodes[at]
             last = self._read_last(kind)
             where = added_places(self.graph, first, frozenset(ref for ref in first.inputs if last.get(ref, at) > at))
-            self._traffic[kind, at, on_cpu] = traffic(self.graph, first, where, on_cpu=on_cpu)
+            key = (*self._reading(first), where, on_cpu)
+            if key not in self._traffics:
+                self._traffics[key] = traffic(self.graph, first, where, on_cpu=on_cpu)
+            self._traffic[kind, at, on_cpu] = self._traffics[key]
         return self._traffic[kind, at, on_cpu]
+
+    def _reading(self, node: Node) -> tuple[object, ...]:
+        """A key that is the same for copies of one operator that read alike, such as those of blocks that are not
+        folded: types of operands, which of them are leaves, and which are the same.
+        """
+        inputs, by_name = node.inputs, self.graph.by_name
+        makers = [by_name[ref.node] for ref in inputs]
+        types = [id(maker.results[ref.index]) for maker, ref in zip(makers, inputs, strict=True)]
+        ops = [maker.op if maker.is_leaf else "" for maker in makers]
+        return (id(node.first), *types, *ops, *map(inputs.index, inputs))
 
     def _read_last(self, kind: int) -> dict[Ref, int]:
         """Value -> the last operator with a gradient in a kind's first instance that reads it."""

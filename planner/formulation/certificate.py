@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from planner.base.cpython import no_garbage
 from planner.formulation.assignment import Assignment
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import Recompute, unfolded
@@ -87,6 +88,7 @@ class Certificate:
         )
 
 
+@no_garbage()
 def certify(assignment: Assignment, bound_s: float) -> Certificate:
     """Price an assignment folded and unfolded.
 
@@ -95,8 +97,9 @@ def certify(assignment: Assignment, bound_s: float) -> Certificate:
     """
     space = assignment.space
     folded, _, _ = _price(assignment, space.decision_graph, assignment.recompute)
-    values = (Ref(node.name, i) for node in space.graph.nodes for i in range(len(node.results)))
-    shared = frozenset(ref for ref in values if space.reshard_point_of(ref) is not None)
+    points = space.variables.reshard_points.values()
+    alike = ((space.members[space.variable_of[ref.node]], ref.index) for ref in points)
+    shared = frozenset(Ref(name, index) for names, index in alike for name in names)
     instances = relabel(space.folded, range(len(space.folded.instances)))
     recompute = unfolded(assignment.recompute, space.decision_graph.blocks.numbers)
     apart, decisions, edges = _price(assignment, DecisionGraph(instances, space.rules, shared), recompute)

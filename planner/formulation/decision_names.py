@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from planner.formulation.search_space import Space
 from planner.formulation.variables import Variable
+from planner.ir.folding import Folded
 from planner.ir.graph import Node
 
 MOST = 2**20
@@ -57,6 +59,20 @@ def variable_names(space: Space) -> dict[Variable, tuple[Section, str]]:
         if variable[0] == "op":
             op_names[variable] = unique
     return found
+
+
+def operator_names(folded: Folded) -> tuple[tuple[str, ...], ...]:
+    """Of every kind of block the names of its operators, by position; as of :func:`variable_names`."""
+    found = []
+    for (first, *_), block in zip(folded.kinds, folded.names, strict=True):
+        times = Counter[str]()
+        names = []
+        for node in first.block.span:
+            name = _op_name(node, block)
+            times[name] += 1
+            names.append(name if times[name] == 1 else f"{name} #{times[name]}")
+        found.append(tuple(names))
+    return tuple(found)
 
 
 def short_op(op: str) -> str:

@@ -278,6 +278,11 @@ class DecisionGraph:
             found.setdefault(key, (instance, []))[1].append(nth)
         return tuple((instance, tuple(numbers)) for instance, numbers in found.values())
 
+    @cached_property
+    def distinct(self) -> tuple[Node, ...]:
+        """The operators of the first instance of each block and of each way to enter it."""
+        return tuple(node for instance, _ in self._entered for node in instance.block.nodes)
+
     def cuts(self, sizes: tuple[int, ...]) -> Cuts:
         """Where values may be cut into strips on a mesh of these sizes, by representative value."""
         return self._dataflow.on(sizes)

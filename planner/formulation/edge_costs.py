@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +56,7 @@ class EdgeCosts:
         self.graph, self.mesh, self.options, self.table, self._pairs = graph, mesh, options, table, pairs
         self._of: dict[Flow, Pair] = {}
         self._enlarging: dict[Flow, Enlarging] = {}
+        self._alike: dict[object, Pair] = {}
 
     def of(self, flow: Flow) -> Pair:
         """Seconds forward and backward, and bytes gathered, of one resharding, for every pair of choices."""
@@ -84,16 +85,38 @@ class EdgeCosts:
         return self._enlarging[flow]
 
     def _find(self, tail: Variable, head: Variable, ref: Ref, positions: tuple[int, ...]) -> Pair:
-        table = self.table(ref)
+        table, tails, heads = self.table(ref), self.options[tail], self.options[head]
         is_param = self.graph.by_name[ref.node].op == "param"
-        rows = np.array([table.index[_layout_at_tail(o, ref.index)] for o in self.options[tail]])
-        columns = [np.array([table.index[_layout_at_head(o, p)] for o in self.options[head]]) for p in positions]
+        waits = self.mesh.micro_batches > 1 and head[0] != "output" and not self._known_before(ref)
+        # Variables of operators that are alike share a list of choices.
+        alike = (id(table), id(tails), id(heads), ref.index, positions, is_param, waits)
+        if alike not in self._alike:
+            self._alike[alike] = self._convert(table, tails, heads, ref.index, positions, is_param, waits)
+        return self._alike[alike]
+
+    def _convert(
+        self,
+        table: ReshardingTable,
+        tails: Sequence[Choice | Layout],
+        heads: Sequence[Choice | Layout],
+        index: int,
+        positions: tuple[int, ...],
+        is_param: bool,
+        waits: bool,
+    ) -> Pair:
+        """The same of a result of so many, for all whose source and reader have these choices.
+
+        Args:
+            waits: where it is a sum over micro-batches, it is not there before the last of them.
+        """
+        rows = np.array([table.index[_layout_at_tail(o, index)] for o in tails])
+        columns = [np.array([table.index[_layout_at_head(o, p)] for o in heads]) for p in positions]
         key = (id(table), rows.tobytes(), tuple(each.tobytes() for each in columns), is_param)
         if key not in self._pairs:
             self._pairs[key] = _convert(table, rows, columns, is_param)
         forward, backward, gathered = self._pairs[key]
-        if self.mesh.micro_batches > 1 and head[0] != "output" and not self._known_before(ref):
-            # A sum over micro-batches is there after the last of them: only what leaves the model can wait for that.
+        if waits:
+            # Only what leaves the model can wait for the last micro-batch.
             summed = np.array([layout[0] == P for layout in table.layouts])
             early = summed[rows][:, None] & ~np.all([summed[each] for each in columns], axis=0)[None, :]
             forward = np.where(early, math.inf, forward)

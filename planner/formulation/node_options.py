@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import cached_property
 
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.strategies import (
     Allow,
     Choice,
+    Cuts,
     Strips,
     axis_ways,
     choices_of,
@@ -41,8 +43,8 @@ class NodeOptions:
         alike: dict[object, list[Choice]],
     ):
         self.graph, self.rules, self.mesh = decision_graph.graph, decision_graph.rules, mesh
+        self._decision_graph = decision_graph
         self.variables, self._ways = decision_graph.variables, decision_graph.blocks.ways
-        self._cuts = decision_graph.cuts(mesh.sizes)
         self.allow, self.allow_leaf, self._alike = allow, allow_leaf, alike
         self._choices_of: dict[Variable, list[Choice]] = {}
 
@@ -65,6 +67,10 @@ class NodeOptions:
             for layout in itertools.product(types, repeat=len(self.mesh.axes))
             if local_shape(tensor.shape, layout, self.mesh.sizes) is not None
         ]
+
+    @cached_property
+    def _cuts(self) -> Cuts:
+        return self._decision_graph.cuts(self.mesh.sizes)
 
     def strips(self, ref: Ref) -> Strips:
         """Where a value may be cut on this mesh."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.labels import label_blocks
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.constraints.stored_layouts import StoredLayouts
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import pace_of
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
@@ -35,8 +39,9 @@ def pinned_space(
         PinError: the pins do not fit the graph or the mesh.
     """
     rules = rules_of(graph, folded)
-    allow, allow_leaf = filters(pins, graph, rules, mesh)
+    decision_graph = DecisionGraph(folded, rules)
+    allow, allow_leaf = filters(pins, graph, rules, mesh, partial(label_blocks, decision_graph))
     if stored is not None:
         allow_leaf = stored.allow_leaf(mesh)
     pace = pace_of(stages, mesh.micro_batches, pins.schedule)
-    return Space(folded, mesh, CostModel(cluster), training, rules, allow, allow_leaf, pace=pace)
+    return Space(folded, mesh, CostModel(cluster), training, rules, allow, allow_leaf, decision_graph, pace)

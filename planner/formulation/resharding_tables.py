@@ -13,6 +13,7 @@ from planner.formulation.node_options import NodeOptions
 from planner.formulation.resharding import ReshardingTable
 from planner.formulation.strategies import Choice, shards_of
 from planner.formulation.unsharding import Unsharding
+from planner.formulation.variables import Variable
 from planner.ir.graph import Ref
 from planner.ir.layout import MICRO, Axis, LocalType
 from planner.solve.problem import Floats, Ints
@@ -44,10 +45,17 @@ class ReshardingTables:
         self.decision_graph, self.variables, self.graph = decision_graph, decision_graph.variables, decision_graph.graph
         self.options, self.mesh, self.cost, self.unsharding = options, options.mesh, cost, unsharding
         self._tables = tables
+        self._table_of: dict[tuple[Variable, int], ReshardingTable] = {}
         self._micro_batches_of: dict[Ref, frozenset[LocalType]] = {}
 
     def table(self, ref: Ref) -> ReshardingTable:
         """All reshardings of a value on this mesh."""
+        value = self.variables.variable_of[ref.node], ref.index
+        if value not in self._table_of:
+            self._table_of[value] = self._find(ref)
+        return self._table_of[value]
+
+    def _find(self, ref: Ref) -> ReshardingTable:
         tensor = self.graph.type_of(ref)
         shards = tuple(shards_of(tensor, self.options.strips(ref)))
         micro_batches = self._micro_batches(ref) if self.mesh.micro_batches > 1 else None

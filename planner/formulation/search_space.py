@@ -8,6 +8,7 @@ decides says :mod:`planner.formulation.assignment`.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -17,6 +18,7 @@ import numpy as np
 
 from planner.cost.model import CostModel
 from planner.formulation.decisions import DecisionGraph, Flow
+from planner.formulation.discarded_outputs import discarded_outputs
 from planner.formulation.edge_costs import EdgeCosts, Pair
 from planner.formulation.local_costs import LocalCosts
 from planner.formulation.node_options import AllowLeaf, NodeOptions
@@ -97,7 +99,7 @@ class Space(LocalCosts):
         for variable in self.members:
             found[variable] = self._node_options.of_nodes(variable)
         for point, ref in self.variables.reshard_points.items():
-            found[point] = self._reshard_layouts(point, ref)
+            found[point] = self.reshard_layouts(point, ref)
         for position in range(len(self.leaving)):
             found["output", position] = self._node_options.of_output(position)
         return found
@@ -109,6 +111,16 @@ class Space(LocalCosts):
     def table(self, ref: Ref) -> ReshardingTable:
         """All reshardings of a value on this mesh."""
         return self.tables.table(ref)
+
+    @cached_property
+    def discards(self) -> frozenset[int]:
+        """Positions of the outputs that a training step does not keep."""
+        return discarded_outputs(self.graph, self.training.discards, self.mesh.micro_batches)
+
+    @property
+    def discarded_names(self) -> tuple[str, ...]:
+        """What the model calls these."""
+        return tuple(self.graph.output_names[position] for position in sorted(self.discards))
 
     @property
     def micro_batched(self) -> bool:
@@ -133,7 +145,7 @@ class Space(LocalCosts):
         """The reshard point of a value, if it has one."""
         return self.variables.reshard_point_of(ref)
 
-    def _reshard_layouts(self, point: Variable, ref: Ref) -> list[Layout]:
+    def reshard_layouts(self, point: Variable, ref: Ref) -> list[Layout]:
         """Layouts some reader of the value (in any instance) wants or its producer gives; P only if given."""
         readers = self.decision_graph.reshard_readers[point]
         wanted = {
@@ -169,13 +181,23 @@ class Space(LocalCosts):
             self.cost,
             self.training,
             self.decision_graph.rules,
-            self._node_options.allow,
-            self._node_options.allow_leaf,
+            self.allow,
+            self.allow_leaf,
             self.decision_graph,
             self.pace,
         )
         found.in_flight = self.in_flight
         return found
+
+    @property
+    def allow(self) -> Allow | None:
+        """Keeps a strategy of an operator on an axis; ``None``: all are kept."""
+        return self._node_options.allow
+
+    @property
+    def allow_leaf(self) -> AllowLeaf | None:
+        """Keeps a storage layout of a leaf; ``None``: all are kept."""
+        return self._node_options.allow_leaf
 
     def at(self, pace: PipelinePace) -> Space:
         """The same decisions at another pace."""
@@ -379,7 +401,7 @@ class Space(LocalCosts):
             )
             time += (forward + inner_again) * pace.again(times, again, packed)
             cover = backward * self.overlap * pace.once(times, packed)
-            held = np.min([self._held(variable, node, options, each) for each in held_with], axis=0)
+            held = functools.reduce(np.minimum, [self._held(variable, node, options, each) for each in held_with])
             held = self.on_average((held * (self.in_flight or 1.0)).astype(np.int64))
             if self.stages > 1 and self.in_flight is None:  # the rank with this operator may hold less than the average
                 time = np.where(transient > limit_bytes, math.inf, time)

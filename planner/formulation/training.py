@@ -28,6 +28,8 @@ class Training:
             as its gradients are complete. To the search it is after.
         activations: of how many blocks what is saved for backward may leave for where model data is at home.
         unsharding: when parameters are gathered, and their gradients reduced.
+        discards: names of the outputs that a step does not keep, see :mod:`planner.formulation.discarded_outputs`;
+            ``None``: in a step of several micro-batches all that may be, in another none.
     """
 
     optimizer_bytes_per_element: int = 8
@@ -35,6 +37,7 @@ class Training:
     update: Update = "after"
     activations: Activations = 0
     unsharding: Unsharding = PER_STEP
+    discards: tuple[str, ...] | None = None
 
     @property
     def on_disk(self) -> bool:

@@ -19,7 +19,10 @@ from planner.ir.node_table import Columns, Nodes
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["ITEM_BYTES", "LEAVES", "Graph", "Node", "Ref", "TensorType", "Values", "static"]
+LOSS = "loss"
+"""The output of this name is what a step goes backward from, where several might be."""
+
+__all__ = ["ITEM_BYTES", "LEAVES", "LOSS", "Graph", "Node", "Ref", "TensorType", "Values", "static"]
 
 
 class Values(Set[Ref]):
@@ -78,14 +81,14 @@ class _ByName(dict[str, Node]):
 class Graph:
     """Nodes in topological order, the results that leave the model, and buffer updates.
 
-    ``updates`` pairs a buffer's target name with the value it holds after the step. ``named_loss`` is the position of
-    the output that the model calls its loss, if it calls one so.
+    ``updates`` pairs a buffer's target name with the value it holds after the step. ``output_names`` is what the model
+    calls its outputs: keys, attributes or numbers, of nested ones from the outside in (``hidden_states.0``).
     """
 
     nodes: Sequence[Node]
     outputs: tuple[Ref, ...]
     updates: tuple[tuple[str, Ref], ...] = ()
-    named_loss: int | None = None
+    output_names: tuple[str, ...] = ()
 
     @cached_property
     def columns(self) -> Columns:
@@ -136,7 +139,8 @@ class Graph:
         """
         found = [i for i, ref in enumerate(self.outputs) if self.type_of(ref).grad]
         scalars = [i for i in found if not self.type_of(self.outputs[i]).shape]
-        return (self.named_loss,) if self.named_loss in scalars else tuple(scalars[:1] or found)
+        named = self.output_names.index(LOSS) if LOSS in self.output_names else None
+        return (named,) if named in scalars else tuple(scalars[:1] or found)
 
     @property
     def loss(self) -> int | None:

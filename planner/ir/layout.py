@@ -110,7 +110,7 @@ class Mesh:
         """How many ranks there are."""
         return math.prod(axis.size for axis in self.axes if axis.name != MICRO)
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         """Into how many micro-batches a step is cut."""
         return math.prod(axis.size for axis in self.axes if axis.name == MICRO)

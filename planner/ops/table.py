@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 from planner.ir.graph import Node, TensorType
@@ -50,6 +51,7 @@ class Saved(NamedTuple):
     place: int = 0
 
     @staticmethod
+    @cache
     def parse(word: str) -> Saved:
         """What a row calls ``in0``, ``out1`` or ``mask``."""
         kind = word.rstrip("0123456789")

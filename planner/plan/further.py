@@ -149,7 +149,7 @@ def _space(plan: Plan, folded: Folded, mesh: Mesh, stored: StoredLayouts, pins: 
 
 
 def _training(plan: Plan) -> Training:
-    return Training(plan.optimizer_bytes_per_element, unsharding=plan.unsharding)
+    return Training(plan.optimizer_bytes_per_element, unsharding=plan.unsharding, discards=plan.discards)
 
 
 def _in_stages(

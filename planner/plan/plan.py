@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -54,8 +54,10 @@ from planner.solve.problem import evaluate
 from planner.solve.transfers import TransferSchedule
 
 if TYPE_CHECKING:
+    from planner.cost.cluster import ClusterSpec
     from planner.plan.report.explain import Explanation
     from planner.plan.report.why_not import WhyNot
+    from planner.search.candidate_bounds import Progress
     from planner.sizes.closed_form import Formulas
     from planner.sizes.rescale import OtherSizes
 
@@ -222,6 +224,55 @@ class Plan(Document):
         staged = restage(self, self.assignment)
         return usage(self.assignment).fullest if staged is None else peak_micro_batched(self.assignment, staged)
 
+    # ---- for another model, or on another cluster ----------------------------------------------------------------
+
+    def rebind(
+        self,
+        model: Any = None,
+        cluster: ClusterSpec | None = None,
+        *,
+        example_args: tuple[Any, ...] | None = None,
+        example_kwargs: Mapping[str, Any] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        time_limit_s: float = 0.0,
+        progress: Progress | None = None,
+    ) -> Plan:
+        """The decisions of this plan for a model of another depth, width, batch or sequence, or on another cluster.
+
+        What holds is taken over: strategies and layouts by block and operator, the number of stages, what recomputes,
+        the sizes of all axes but that which takes the devices that are left. What does not is decided anew with all
+        else held fixed, and is listed in :attr:`changes` with the reason.
+
+        Args:
+            model: the other model, a ``torch.nn.Module``; left out: this plan's own, which a plan read from a file does
+                not have.
+            cluster: the other cluster; left out: this plan's.
+            example_args, example_kwargs, loss_fn: as in :func:`autopar.plan`, for the other model, or the same one with
+                another batch.
+            time_limit_s: of a fresh search around the same pins, whose bound and whose plan's seconds are stated beside
+                the price; 0: there is none, and the gap is that to what arithmetic alone says.
+            progress: called with a line of text as it advances.
+
+        Raises:
+            PlanError: the model has hardly an operator in common with this plan's; says what both have.
+            PinError: nothing can run on the mesh that is left.
+            InfeasibleError: it does not fit in memory with all recomputation, and more micro-batches and stages where
+                the plan has some.
+            InputError, CaptureError, ClusterError: as in :func:`autopar.plan`.
+        """
+        from autopar.driver.rebind import rebind
+
+        return rebind(
+            self,
+            model,
+            cluster,
+            example_args=example_args,
+            example_kwargs=example_kwargs,
+            loss_fn=loss_fn,
+            time_limit_s=time_limit_s,
+            progress=progress,
+        )
+
     # ---- at other sizes ----------------------------------------------------------------------------------------
 
     def at(
@@ -344,6 +395,7 @@ def describe(
             for kind, name in enumerate(space.folded.names)
         ),
         outputs=tuple(outputs),
+        discards=space.discarded_names,
         predicted=predicted,
         search=replace(search, candidates=tuple(_finite(c) for c in search.candidates)),
         pipeline=None if staged is None else _pipeline(staged, stated.by_number(staged, assignment), space.unsharding),
@@ -499,7 +551,8 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
     if not math.isclose(step_s, plan.predicted.step_time_s, rel_tol=1e-9):
         bound = plan.objective_s * (1 - search.gap)
         search = replace(search, status="edited", gap=max(0.0, 1 - bound / step_s))
-    return describe(assignment, plan.model, plan.pin, predicted, search, staged, transfer_schedules)
+    found = describe(assignment, plan.model, plan.pin, predicted, search, staged, transfer_schedules)
+    return found if plan.rebinding is None else replace(found, rebinding=plan.rebinding, decided=assignment)
 
 
 def _entry(values: tuple[str, ...], position: int) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.formulation.assignment import Assignment
-from planner.formulation.constraints.labels import Labels, labelled_parts
+from planner.formulation.constraints.labels import Labels, label_blocks, labelled_parts
 from planner.formulation.constraints.pins import FREE_AXES
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Mesh, Shard
@@ -32,7 +32,7 @@ def named(context: SearchContext, found: Searched) -> Searched:
     config, pins = found.best.config, context.pins
     if pins.sizes or config.mesh.size == 1 or any({*FREE_AXES} & wanted.keys() for wanted in pins.layers.values()):
         return found
-    names = iter(_distinct(_meanings(context, found.assignment), found.assignment))
+    names = iter(_distinct(_meanings(found.assignment), found.assignment))
     axes = (axis if axis.name == MICRO else replace(axis, name=next(names)) for axis in config.mesh.axes)
     mesh = Mesh(tuple(axes))
     rows = (
@@ -41,10 +41,10 @@ def named(context: SearchContext, found: Searched) -> Searched:
     return replace(found, best=replace(found.best, space=found.best.space.called(mesh)), candidates=tuple(rows))
 
 
-def _meanings(context: SearchContext, assignment: Assignment) -> list[str]:
+def _meanings(assignment: Assignment) -> list[str]:
     """What each axis of ranks shards most, counted in operations and, where there are none, in elements."""
     space, graph = assignment.space, assignment.space.graph
-    batch, sequence = context.labels(graph, "batch"), context.labels(graph, "context")
+    batch, sequence = (label_blocks(space.decision_graph, label) for label in ("batch", "context"))
     weights = [Counter[str]() for _ in space.mesh.axes]
     for members in space.members.values():
         node = graph.by_name[members[0]]

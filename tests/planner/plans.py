@@ -55,6 +55,16 @@ class Build:
         bias = self.leaf(f"{name}_b", width, op="param", target=f"{path}.bias") if has_bias else None
         return self.call(name, "linear.default", *rows, width, path=path, input=value, weight=weight, bias=bias)
 
+    def tokens(self, name: str, *shape: int) -> Ref:
+        """An input of token numbers."""
+        return self._add(Node(name, "input", (), (TensorType(shape, "int64", False),), target=name))
+
+    def embedding(self, name: str, tokens: Ref, vocab: int, width: int, path: str = "") -> Ref:
+        """An embedding with a table of its own."""
+        table = self.leaf(f"{name}_w", vocab, width, op="param", target=f"{path}.weight")
+        shape = *self.shapes[tokens], width
+        return self.call(name, "embedding.default", *shape, path=path, weight=table, indices=tokens)
+
     def relu(self, name: str, value: Ref, path: str = "") -> Ref:
         return self.call(name, "relu.default", *self.shapes[value], path=path, self=value)
 

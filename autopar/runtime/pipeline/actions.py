@@ -94,7 +94,8 @@ class StageActions:
             self._spec.links.put((stage.number + 1, "F", micro_batch), [value.detach() for value in sent])
         roots = []
         for position, value in zip(stage.outputs, leaving, strict=True):
-            self._outputs.put(position, value, micro_batch)
+            if self._spec.outputs[position].is_kept or not self._trains:
+                self._outputs.put(position, value, micro_batch)
             self._parameters.carry(self._spec.outputs[position].buffer, value)
             if position == self._spec.loss:
                 roots.append(value)

@@ -70,7 +70,7 @@ class PipelineStep:
         return found
 
     def __call__(self, *leaves: Tensor) -> tuple[Tensor | None, ...]:
-        """Outputs in order; ``None`` for those, the loss excepted, that other processes have."""
+        """Outputs in order; ``None`` for those, the loss excepted, that other processes have or that are not kept."""
         given = dict(zip(self.spec.leaves, leaves, strict=True))
         trains = torch.is_grad_enabled() and self.spec.trained
         if trains and self.spec.loss is None:

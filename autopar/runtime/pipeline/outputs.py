@@ -19,6 +19,7 @@ class Leaving:
         stage: where it is made.
         dtype: planned.
         differentiable: whether the model's own has a gradient.
+        is_kept: whether a step with backward keeps it, too.
         buffer: of a new value of a buffer that the next micro-batch starts from, the name of that leaf.
     """
 
@@ -27,6 +28,7 @@ class Leaving:
     stage: int
     dtype: torch.dtype
     differentiable: bool
+    is_kept: bool = True
     buffer: str | None = None
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.spmd.mesh import contiguous_strides, part_of, placements
+from autopar.runtime.spmd.not_kept import NotKept
 from planner.base.errors import InputError
 from planner.ir.layout import I, Layout, Mesh, R, local_shape
 
@@ -31,10 +32,12 @@ class LeafSpec:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """A tensor that leaves the program: global shape and layout."""
+    """A tensor that leaves the program: name, global shape, layout, and whether steps with backward keep it, too."""
 
+    name: str
     shape: tuple[int, ...]
     layout: Layout
+    is_kept: bool = True
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,9 @@ class Interface:
         return values
 
     def returned(self, results: Sequence[Tensor | None], device_mesh: DeviceMesh) -> Any:
-        """What the model returns: scalars as they are, other results as DTensors of global shape."""
+        """What the model returns: scalars as they are, other results as DTensors of global shape; in a step with
+        backward without those that are not kept.
+        """
         given = iter(results)
         flat = [
             static if spec is None else _whole(next(given), spec, device_mesh)
@@ -155,7 +160,9 @@ class Interface:
         return pytree.tree_unflatten(flat, self.out_spec)
 
 
-def _whole(value: Tensor | None, spec: OutputSpec, device_mesh: DeviceMesh) -> Tensor | None:
+def _whole(value: Tensor | None, spec: OutputSpec, device_mesh: DeviceMesh) -> Tensor | NotKept | None:
+    if not spec.is_kept and torch.is_grad_enabled():
+        return NotKept(spec.name)
     if value is None or not spec.shape or all(t in (I, R) for t in spec.layout):
         return value
     return DTensor.from_local(

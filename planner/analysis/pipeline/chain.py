@@ -210,7 +210,8 @@ class _Chain:
         entered = tuple(self.assignment.consumer_layout(ref) for ref in instance.block.inputs)
         left = tuple((self.space.is_read(ref), self._leaving(ref)) for ref in instance.block.outputs)
         first = tuple(self._savers.get(ref, [number])[0] == number for ref in instance.block.inputs)
-        key = (instance.kind, entered, left, shared, first, sum(sizes.values()), back)
+        kept = sum(self.leaves.outputs(number).values())
+        key = (instance.kind, entered, left, shared, first, sum(sizes.values()), back, kept)
         if key not in self._known:
             self._known[key] = self._work_out(number, leaves, sum(sizes.values()), back)
         read = dict.fromkeys(ref.node for ref in instance.block.inputs if ref.node in self._shared)

@@ -219,8 +219,8 @@ class Leaves:
             yield gradient._replace(words=f"{gradient.words} of the batch before", times=self.versions - 1)
 
     def outputs(self, number: int, terms: int | None = None) -> dict[str, int]:
-        """Bytes of the model's outputs that a block makes, by the operator that does: whole from the first micro-batch
-        on, and of what is summed over micro-batches a term of each.
+        """Bytes of the model's outputs that a block makes and the step keeps, by the operator that does: whole from the
+        first micro-batch on, and of what is summed over micro-batches a term of each.
 
         Args:
             terms: how many of these are there; left out: all.
@@ -228,7 +228,7 @@ class Leaves:
         made, found = set(self.space.folded.instances[number].block.outputs), Counter[str]()
         micro_batches = self.mesh.micro_batches
         for position, ref in enumerate(self.space.leaving):
-            if ref in made:
+            if ref in made and position not in self.space.discards:
                 layout = self.assignment.output_layout(position)
                 first = self.assignment.consumer_layout(ref)[0] if micro_batches > 1 else layout[0]
                 size = local_bytes(self.graph.type_of(ref), (first, *layout[1:]), self.mesh)

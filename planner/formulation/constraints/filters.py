@@ -58,7 +58,7 @@ def filters(
     shards = {"batch", *(label for role in roles if role is not None for label in role.labels)}
     weighted: Mapping[str, frozenset[str]] = {}
     if WEIGHTS in shards:
-        weighted = weight_factors(graph, rules)
+        weighted = weight_factors(graph, rules, graph.operators)
         shards = shards - {WEIGHTS} | {"context"} | ({"stream"} if pins.sequence_parallel is False else set())
     dims = {label: labels(label) for label in shards}
     if pins.sizes:
@@ -101,7 +101,7 @@ def filters(
                     return may_be_whole or labelled(node, strategy, dims[label])
             return not strategy.factor
         holds = node.name in weighted
-        streams = labelled_parts(node, rules[node.name], dims.get("stream", {})) if not holds else ()
+        streams = labelled_parts(node, rules[node.name], dims["stream"]) if "stream" in dims and not holds else ()
         if labelled(node, strategy, dims["batch"]) or any(strategy.factor == factor for factor, _ in streams):
             return False
         if labelled(node, strategy, dims["context"]):
@@ -162,7 +162,10 @@ def _check_recipe(graph: Graph, mesh: Mesh, dims: Mapping[str, Labels]) -> None:
             continue
         label, pinned = LABELS[which], described(which, mesh.names)
         lengths = {
-            graph.type_of(ref).shape[dim] for ref, places in dims[which].items() for dim, cut in places if cut == 1
+            graph.type_of(ref).shape[dim]
+            for ref, places in dims[which].places.items()
+            for dim, cut in places
+            if cut == 1
         }
         if not lengths:
             raise PinError(f"{pinned} {label.missing}")

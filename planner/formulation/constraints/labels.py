@@ -6,20 +6,63 @@ work all over a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.strategies import factor_at, tensors_of
+from planner.ir.folding import fold_off
 from planner.ir.graph import Graph, Node, Ref
 from planner.ops import OPS, attends
 from planner.ops.sharding_rule import Rule, find
 
 Place = tuple[int, int]
 """A dim, and how many strips of it are sharded alike."""
-Labels = Mapping[Ref, Mapping[Place, str]]
+Dims = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Which dims of which values are of a label; values that share a decision share them.
+
+    Attributes:
+        places: of the values that stand for others.
+        standing_for: the value that stands for one.
+    """
+
+    places: Mapping[Ref, Collection[Place]]
+    standing_for: Callable[[Ref], Ref]
+
+    def of(self, ref: Ref) -> Collection[Place]:
+        """The dims of a value."""
+        return self.places.get(self.standing_for(ref), ())
+
+
 LabelsOf = Callable[[str], Labels]
 KEYS = (1, 2)
 """The operands of attention that are keys and values."""
+
+
+class RuledNode(NamedTuple):
+    """An operator, and the values that it reads and makes, each by the one that stands for it, with factors of dims."""
+
+    node: Node
+    rule: Rule
+    tensors: tuple[tuple[Ref, Dims], ...]
+
+
+class DistinctOperators:
+    """The operators of one instance of each block, and of each way to enter it: no more of them in deeper models."""
+
+    def __init__(self, decision_graph: DecisionGraph):
+        self.graph, self.rules = decision_graph.graph, decision_graph.rules
+        self.standing_for = decision_graph.variables.representative
+        each = ((node, self.rules[node.name]) for node in decision_graph.distinct)
+        self.operators = tuple(
+            RuledNode(node, rule, tuple((self.standing_for(ref), dims) for ref, dims in tensors_of(node, rule)))
+            for node, rule in each
+        )
 
 
 @dataclass(frozen=True)
@@ -33,7 +76,7 @@ class Label:
         remedy: what to do where no dim of it divides.
     """
 
-    starts: Callable[[Graph, Mapping[str, Rule]], Iterator[tuple[Ref, Place]]]
+    starts: Callable[[DistinctOperators], Iterator[tuple[Ref, Place]]]
     word: str = ""
     missing: str = ""
     remedy: str = "change the pin"
@@ -42,24 +85,22 @@ class Label:
 def at_factors(factors: Callable[[Node, Rule], set[str]]) -> Callable[..., Iterator[tuple[Ref, Place]]]:
     """A label that starts at these factors of operators."""
 
-    def starts(graph: Graph, rules: Mapping[str, Rule]) -> Iterator[tuple[Ref, Place]]:
-        for node in graph.nodes:
-            if node.name in rules:
-                rule = rules[node.name]
-                for factor in factors(node, rule):
-                    for ref, dims in tensors_of(node, rule):
-                        if place := find(dims, factor, rule.sizes):
-                            yield ref, place
+    def starts(distinct: DistinctOperators) -> Iterator[tuple[Ref, Place]]:
+        for node, rule, tensors in distinct.operators:
+            for factor in factors(node, rule):
+                for ref, dims in tensors:
+                    if place := find(dims, factor, rule.sizes):
+                        yield ref, place
 
     return starts
 
 
-def _samples(graph: Graph, rules: Mapping[str, Rule]) -> Iterator[tuple[Ref, Place]]:
+def _samples(distinct: DistinctOperators) -> Iterator[tuple[Ref, Place]]:
     """Dim 0 of every input."""
-    for leaf in graph.leaves:
+    for leaf in distinct.graph.applying("input"):
         shape = leaf.results[0].shape
-        if leaf.op == "input" and shape and shape[0] > 1:
-            yield Ref(leaf.name), (0, 1)
+        if shape and shape[0] > 1:
+            yield distinct.standing_for(Ref(leaf.name)), (0, 1)
 
 
 def _queries(node: Node, rule: Rule) -> set[str]:
@@ -67,15 +108,16 @@ def _queries(node: Node, rule: Rule) -> set[str]:
     return {*rule.operands[0][-2][:1]} if attends(node.op) else set()
 
 
-def _tokens(graph: Graph, rules: Mapping[str, Rule]) -> Iterator[tuple[Ref, Place]]:
+def _tokens(distinct: DistinctOperators) -> Iterator[tuple[Ref, Place]]:
     """What norms run over, and what the parameter of a product lacks."""
-    products = weight_factors(graph, rules)
+    nodes = (node for node, _, _ in distinct.operators)
+    products = weight_factors(distinct.graph, distinct.rules, nodes)
 
     def factors(node: Node, rule: Rule) -> set[str]:
         lacked = rule.sizes.keys() - products[node.name] if node.name in products else set()
         return lacked | (_normed(rule) if normalizes(node) else set())
 
-    return at_factors(factors)(graph, rules)
+    return at_factors(factors)(distinct)
 
 
 LABELS = {
@@ -94,59 +136,62 @@ sequence."""
 
 
 def label_dims(graph: Graph, rules: Mapping[str, Rule], label: str) -> Labels:
-    """Which dims of which values are of one of :data:`LABELS`.
+    """Which dims of which values of a graph are of one of :data:`LABELS`; takes long where blocks are not known."""
+    return label_blocks(DecisionGraph(fold_off(graph), rules), label)
 
-    Returns:
-        value -> {(dim, strips): label}.
-    """
-    found: dict[Ref, dict[Place, str]] = {}
-    for ref, place in LABELS[label].starts(graph, rules):
-        found.setdefault(ref, {})[place] = label
-    nodes = [node for node in graph.nodes if node.name in rules]
-    refs = {node.name: [ref for ref, _ in tensors_of(node, rules[node.name])] for node in nodes}
-    beside: dict[Ref, list[str]] = {}
-    for name, each in refs.items():
-        for ref in each:
-            beside.setdefault(ref, []).append(name)
+
+def label_blocks(decision_graph: DecisionGraph, label: str) -> Labels:
+    """Which dims of which values are of one of :data:`LABELS`."""
+    distinct = DistinctOperators(decision_graph)
+    found: dict[Ref, dict[Place, None]] = {}
+    for ref, place in LABELS[label].starts(distinct):
+        found.setdefault(ref, {})[place] = None
+    beside: dict[Ref, list[int]] = {}
+    for number, (_, _, tensors) in enumerate(distinct.operators):
+        for ref, _ in tensors:
+            beside.setdefault(ref, []).append(number)
     places: dict[object, list[tuple[int, Place]]] = {}
-    waiting = set(refs)
+    waiting = set(range(len(distinct.operators)))
     while waiting:
-        for node in (*nodes, *reversed(nodes)):
-            if node.name not in waiting:
+        for number in (*range(len(distinct.operators)), *reversed(range(len(distinct.operators)))):
+            if number not in waiting:
                 continue
-            waiting.remove(node.name)
-            key = (id(rules[node.name]), *(tuple(found.get(ref, ())) for ref in refs[node.name]))
+            waiting.remove(number)
+            _, rule, tensors = distinct.operators[number]
+            key = (id(rule), *(tuple(found.get(ref, ())) for ref, _ in tensors))
             if key not in places:
-                places[key] = _labelled_places(node, rules[node.name], found)
+                places[key] = _labelled_places(rule, tensors, found)
             for tensor, place in places[key]:
-                ref = refs[node.name][tensor]
-                labels = found.setdefault(ref, {})
-                if place not in labels:
-                    labels[place] = label
+                ref = tensors[tensor][0]
+                labelled = found.setdefault(ref, {})
+                if place not in labelled:
+                    labelled[place] = None
                     waiting.update(beside[ref])
-    return found
+    return Labels(found, distinct.standing_for)
 
 
-def _labelled_places(node: Node, rule: Rule, labels: Labels) -> list[tuple[int, Place]]:
+def _labelled_places(
+    rule: Rule, tensors: Iterable[tuple[Ref, Dims]], places: Mapping[Ref, Collection[Place]]
+) -> list[tuple[int, Place]]:
     """Where an operator carries a label: (tensor, (dim, strips)), tensors numbered operands first."""
+    along = _parts(rule, ((dims, places.get(ref, ())) for ref, dims in tensors))
     return [
         (tensor, (place[0], place[1] * outer))
-        for factor, outer in labelled_parts(node, rule, labels)
+        for factor, outer in along
         if factor not in rule.whole
-        for tensor, (_, dims) in enumerate(tensors_of(node, rule))
+        for tensor, (_, dims) in enumerate(tensors)
         if (place := find(dims, factor, rule.sizes))
     ]
 
 
 def labelled_parts(node: Node, rule: Rule, labels: Labels) -> set[tuple[str, int]]:
     """The (factor, strips) of an operator that run along labelled dims of its tensors."""
-    found = set()
-    for ref, dims in tensors_of(node, rule):
-        for dim, cut in labels.get(ref, {}):
-            part = factor_at(dims[dim], cut, rule)
-            if part is not None:
-                found.add(part)
-    return found
+    return _parts(rule, ((dims, labels.of(ref)) for ref, dims in tensors_of(node, rule)))
+
+
+def _parts(rule: Rule, tensors: Iterable[tuple[Dims, Collection[Place]]]) -> set[tuple[str, int]]:
+    each = (factor_at(dims[dim], cut, rule) for dims, places in tensors for dim, cut in places)
+    return {part for part in each if part is not None}
 
 
 def normalizes(node: Node) -> bool:
@@ -186,26 +231,18 @@ def makes_keys(graph: Graph, node: Node) -> bool:
     return True
 
 
-def weight_factors(graph: Graph, rules: Mapping[str, Rule]) -> dict[str, frozenset[str]]:
-    """Operators that contract with a parameter -> the factors of that parameter."""
+def weight_factors(graph: Graph, rules: Mapping[str, Rule], nodes: Iterable[Node]) -> dict[str, frozenset[str]]:
+    """Those of some operators that contract with a parameter -> the factors of that parameter."""
     found: dict[str, frozenset[str]] = {}
-    roots: dict[Ref, str] = {}
-    for node in graph.nodes:
-        if node.op == "param":
-            roots[Ref(node.name)] = node.name
-            continue
+    for node in nodes:
         row = OPS.get(node.op)
-        if row is not None and row.view and node.inputs and node.inputs[0] in roots:
-            roots[Ref(node.name)] = roots[node.inputs[0]]
-        if row is None or node.name not in rules:
-            continue
-        if not row.contracts and row.looks_up != "rows":
+        if row is None or (not row.contracts and row.looks_up != "rows"):
             continue
         rule = rules[node.name]
         factors = frozenset(
             factor
             for ref, dims in zip(node.inputs, rule.operands, strict=True)
-            if ref in roots and len(dims) > 1
+            if len(dims) > 1 and _is_weight(graph, ref)
             for dim in dims
             for factor in dim
             if factor not in rule.whole
@@ -213,3 +250,11 @@ def weight_factors(graph: Graph, rules: Mapping[str, Rule]) -> dict[str, frozens
         if factors:
             found[node.name] = factors
     return found
+
+
+def _is_weight(graph: Graph, ref: Ref) -> bool:
+    """Whether a value is a parameter, or a view of one."""
+    maker = graph.by_name[ref.node]
+    row = OPS.get(maker.op)
+    is_view = row is not None and row.view and ref.index == 0 and bool(maker.inputs)
+    return maker.op == "param" or (is_view and _is_weight(graph, maker.inputs[0]))

@@ -75,6 +75,7 @@ class Charges:
     def __init__(self, folded: Folded, again: Callable[[int, Level], Again]):
         self.folded, self.graph, self._again = folded, folded.graph, again
         self._paid: dict[Found, Paid] = {}
+        self._needed: dict[object, Places] = {}
         self._charged: dict[Recompute, tuple[Paid, ...]] = {}
         self._forms = tuple(self._find_forms())
         parameters = frozenset(self.graph.applying("param").names)
@@ -195,7 +196,11 @@ class Charges:
             saved, all_ = (saved_places(node, types, own=own) for own in (False, True))
             own = () if at in again.drawing else (place for place in all_ if place not in saved)
             return (*again.kept[at], *own)
-        return saved_places(node, types, own=True) if any(tensor.grad for tensor in node.results) else ()
+        alike = (id(node.first), *map(id, types))  # copies of an operator hold one object for each type
+        if alike not in self._needed:
+            differentiated = any(tensor.grad for tensor in node.results)
+            self._needed[alike] = saved_places(node, types, own=True) if differentiated else ()
+        return self._needed[alike]
 
 
 def _named(tensor: Tensor, block: Block, names: Mapping[int, Ref]) -> Ref:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from planner.analysis.prediction import calls_by_block, conversions, sorted_calls
 from planner.formulation.assignment import Assignment
-from planner.formulation.constraints.labels import LABELS, Labels, label_dims, labelled_parts
+from planner.formulation.constraints.labels import LABELS, Labels, label_blocks, labelled_parts
 from planner.formulation.decision_names import Section, fillings, pattern, variable_names
 from planner.formulation.resharding import Collective, local_bytes
 from planner.formulation.search_space import Space
@@ -157,7 +157,8 @@ def _moves(assignment: Assignment, names: Names) -> dict[tuple[str, Variable], l
 def meanings(space: Space) -> Meanings:
     """A function that says per axis what a choice shards (:class:`planner.plan.document.detail.OpDetail`)."""
     reads = _parameters_read(space)
-    labels = {label.word: label_dims(space.graph, space.rules, which) for which, label in LABELS.items() if label.word}
+    words = {which: label.word for which, label in LABELS.items() if label.word}
+    labels = {word: label_blocks(space.decision_graph, which) for which, word in words.items()}
     return lambda node, choice: tuple(_meaning(space, node, strategy, labels, reads) for strategy in choice.axes)
 
 

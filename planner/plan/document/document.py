@@ -25,6 +25,7 @@ from planner.ir.graph import Ref
 from planner.ir.layout import Mesh
 from planner.plan.document.account import account
 from planner.plan.document.detail import Account
+from planner.plan.document.rebinding import Change, Rebinding
 from planner.plan.timeline import StepTimeline, predicted
 from planner.search.parallel_config import ParallelConfig
 from planner.solve.pipeline.schedule import schedule
@@ -116,6 +117,7 @@ class Document:
         values: layout in which leaves with several readers are found by them.
         blocks: every distinct block once.
         outputs: layout of every output.
+        discards: names of the outputs that a training step does not keep.
         predicted: the step's time, memory and collectives.
         search: status, bound and seconds.
         pipeline: how a step runs micro-batched; ``None``: forward once, backward once.
@@ -124,6 +126,7 @@ class Document:
         coverage: operators that the op table does not know -> how often they occur; they run replicated.
         notes: what of it may not have been meant, see :mod:`planner.plan.document.notes`.
         recorded: the details that a file brought along.
+        rebinding: of a plan that was made of another one's decisions, of which; ``None``: it was searched for.
         assignment: the decisions themselves, where the plan was made in this process, as ``decided``; not part of the
             file, nor of what :func:`dataclasses.replace` makes of a plan, since that may decide otherwise.
     """
@@ -143,9 +146,11 @@ class Document:
     pipeline: PipelinePlan | None = None
     transfer_schedules: tuple[TransferSchedule, ...] = ()
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element
+    discards: tuple[str, ...] = ()
     coverage: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     recorded: Account | None = field(default=None, compare=False, repr=False)
+    rebinding: Rebinding | None = None
     assignment: Assignment | None = field(default=None, init=False, compare=False, repr=False)
     decided: InitVar[Assignment | None] = None
 
@@ -156,6 +161,11 @@ class Document:
     def sizes(self) -> dict[str, int]:
         """Sizes of the axes by name, pipeline ranks first."""
         return ParallelConfig(1 if self.pipeline is None else self.pipeline.ranks, self.mesh).sizes
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """What of the plan that this one was rebound from did not hold; empty: it was searched for, or all did."""
+        return () if self.rebinding is None else self.rebinding.changes
 
     @property
     def transfer_schedule(self) -> TransferSchedule | None:

@@ -25,6 +25,7 @@ from planner.formulation.unsharding import Gathers, Unsharding
 from planner.ir.layout import Axis, Mesh
 from planner.plan.document.detail import Account, BlockDetail, LeafDetail
 from planner.plan.document.document import BlockPlan, Document, PipelinePlan, Search
+from planner.plan.document.rebinding import Rebinding
 from planner.plan.document.upgrade import of_version_2
 from planner.solve.transfers import TransferSchedule
 
@@ -44,8 +45,8 @@ FIELDS = (
         "mesh",
         "pin",
     ),
-    *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "coverage"),
-    *("notes", "search", "predicted", "details", "leaves"),
+    *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "discards", "coverage"),
+    *("notes", "rebinding", "search", "predicted", "details", "leaves"),
 )
 
 
@@ -92,6 +93,7 @@ def encode(document: Document) -> dict[str, Any]:
         "optimizer_bytes_per_element": document.optimizer_bytes_per_element,
         **decisions(document),
         **({"notes": list(document.notes)} if document.notes else {}),
+        **({"rebinding": asdict(document.rebinding)} if document.rebinding is not None else {}),
         "search": {**asdict(search), "candidates": list(search.candidates)},
         "predicted": _prediction(predicted),
         "details": [
@@ -130,6 +132,7 @@ def decisions(document: Document) -> dict[str, Any]:
         "buffers": dict(document.buffers),
         "values": dict(document.values),
         "outputs": list(document.outputs),
+        **({"discards": list(document.discards)} if document.discards else {}),
         "coverage": dict(document.coverage),
     }
 
@@ -299,6 +302,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "mesh": field("mesh", lambda axes: Mesh(read(tuple[Axis, ...], axes))),
         "blocks": field("blocks", partial(read, tuple[BlockPlan, ...], readers={BlockPlan: _read_block})),
         "outputs": field("outputs", partial(read, tuple[str, ...])),
+        "discards": field("discards", partial(read, tuple[str, ...])) if "discards" in data else (),
         "predicted": field("predicted", partial(read, Prediction, readers=CALLS)),
         "search": field("search", partial(read, Search, readers={Mapping[str, Any]: _read_candidate})),
         "pipeline": field("pipeline", partial(_read_pipeline, default=gathers)) if "pipeline" in data else None,
@@ -307,6 +311,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         else (),
         "optimizer_bytes_per_element": field("optimizer_bytes_per_element", _read_bytes),
         "notes": field("notes", partial(read, tuple[str, ...])) if "notes" in data else (),
+        "rebinding": field("rebinding", partial(read, Rebinding)) if "rebinding" in data else None,
         "recorded": Account(
             field("details", partial(read, tuple[BlockDetail, ...], readers=CALLS)),
             field("leaves", partial(read, Mapping[str, LeafDetail], readers=CALLS)),

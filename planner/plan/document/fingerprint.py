@@ -30,7 +30,7 @@ def fingerprint(graph: Graph) -> str:
         hasher.update(np.asarray(column, dtype="<i8").tobytes())
     hasher.update(repr([(graph.position[ref.node], ref.index) for ref in graph.outputs]).encode())
     hasher.update(repr([(buffer, graph.position[ref.node], ref.index) for buffer, ref in graph.updates]).encode())
-    if graph.roots != replace(graph, named_loss=None).roots:
+    if graph.roots != replace(graph, output_names=()).roots:
         hasher.update(repr(graph.roots).encode())
     return hasher.hexdigest()[:16]
 

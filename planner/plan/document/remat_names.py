@@ -15,7 +15,7 @@ from functools import cached_property
 from planner.analysis.pipeline.staged import Staged
 from planner.base.errors import PlanError
 from planner.formulation.assignment import Assignment
-from planner.formulation.decision_names import variable_names
+from planner.formulation.decision_names import operator_names
 from planner.formulation.remat.levels import LEVELS, Amount, Kept, Level, least_memory_first
 from planner.formulation.search_space import Space
 from planner.ops.aliasing import shares
@@ -48,7 +48,7 @@ class Stated:
     @cached_property
     def operators(self) -> tuple[tuple[str, ...], ...]:
         """Of every kind the names of its operators, by position."""
-        return operators_of(self.space)
+        return operator_names(self.space.folded)
 
     def name(self, kind: int, level: Level) -> str:
         """What a level of a kind is called."""
@@ -71,15 +71,6 @@ class Stated:
 
     def _parts(self, kind: int) -> list[Kept]:
         return [level for level in self.levels[kind] if isinstance(level, tuple)]
-
-
-def operators_of(space: Space) -> tuple[tuple[str, ...], ...]:
-    """Of every kind of block, what a plan calls its operators, by position."""
-    names = variable_names(space)
-    return tuple(
-        tuple(names["op", kind, at][1] for at in range(len(first.block.span)))
-        for kind, (first, *_) in enumerate(space.folded.kinds)
-    )
 
 
 def read_amounts(plan: Document, space: Space) -> tuple[Amount, ...]:
@@ -142,7 +133,7 @@ def read_by_number(plan: Document, space: Space) -> tuple[Level, ...]:
 
 def _read_levels(plan: Document, space: Space) -> list[dict[str, Level]]:
     """Of every block, what its levels are called and what they are."""
-    operators = operators_of(space)
+    operators = operator_names(space.folded)
     return [
         {**{str(level): level for level in LEVELS[1:]}, **_read_keeps(block, space, kind, operators[kind])}
         for kind, block in enumerate(plan.blocks)

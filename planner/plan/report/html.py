@@ -40,7 +40,9 @@ from planner.plan.report.summary import (
     micro_batched,
     offloads,
     op_calls,
+    outputs,
     pinned,
+    rebound,
     shared,
     stages,
     standing,
@@ -103,9 +105,10 @@ def _style() -> str:
 def _head(document: Document) -> str:
     cluster, search, model = document.cluster, document.search, document.model
     proven = search.status == "optimal"
-    pills = [
-        _pill("optimal" if proven else f"at most {search.gap * 100:.1f} % from the best", "good" if proven else "warn")
-    ]
+    told = "optimal" if proven else f"at most {search.gap * 100:.1f} % from the best"
+    if document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
+        told = "rebound"
+    pills = [_pill(told, "good" if proven else "warn")]
     pills += [_pill(f"pinned: {each}") for each in pinned(document)]
     devices = f"{cluster.world_size} × {escape(cluster.device.kind)}"
     return (
@@ -121,7 +124,9 @@ def _pill(text: str, tone: str = "") -> str:
 
 
 def _note(document: Document) -> str:
-    notes = "".join(f'<div class="note">{escape(note)}</div>' for note in document.notes)
+    came = "<br>".join(map(escape, rebound(document)))
+    notes = f'<div class="note"><b>Rebound</b> {came}</div>' if came else ""
+    notes += "".join(f'<div class="note">{escape(note)}</div>' for note in document.notes)
     if not document.coverage:
         return notes
     ops = ", ".join(f"{times} × <code>{escape(op)}</code>" for op, times in document.coverage.items())
@@ -139,6 +144,7 @@ def _mesh(document: Document) -> str:
     axes = "".join(f'<span class="chip a{i % 3}">{escape(name)} {size}</span> ' for i, (name, size) in chips)
     micro_batches = "" if document.pipeline is None else f"<p>{escape(micro_batched(document))}</p>"
     moves = f"<p>offload: {escape(offloads(document))}</p>" if document.transfer_schedules else ""
+    moves += f"<p>outputs: {escape(outputs(document))}</p>" if document.discards else ""
     if document.pipeline is not None and document.pipeline.ranks > 1:
         micro_batches += "".join(f"<p>stage {escape(own)}: {escape(text)}</p>" for own, text in stages(document))
     links = "".join(f"<li>{escape(line)}</li>" for line in _links(document.cluster))

@@ -197,5 +197,7 @@ def _figures(document: Document) -> Iterator[str]:
     best = "the best with these pins" if document.pin else "the best"
     if search.status == "optimal":
         yield f"proven {best}"
+    elif document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
+        yield "rebound, and compared with no other"
     else:
         yield f"within {max(search.gap * 100, 0.01):.2g} % of {best}"

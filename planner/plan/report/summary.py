@@ -20,6 +20,9 @@ from planner.plan.document.document import BlockPlan, Document
 from planner.search.parallel_config import mesh_text
 from planner.solve.pipeline.schedule import versions
 
+CHANGES = 8
+"""So many changes of a rebound plan are listed."""
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -245,6 +248,25 @@ def pinned(document: Document) -> list[str]:
     return [f"{name} {value}{idle.get(name, '')}" for name, value in document.pin.items()]
 
 
+def rebound(document: Document) -> list[str]:
+    """Where a rebound plan comes from, what of that plan did not hold, and what it is compared with."""
+    rebinding = document.rebinding
+    if rebinding is None:
+        return []
+    changes = rebinding.changes
+    count = f"with {len(changes)} changes" if len(changes) != 1 else "with 1 change"
+    rest = len(changes) - CHANGES
+    told = [f"from {rebinding.source}, {count if changes else 'as it was'}", *map(str, changes[:CHANGES])]
+    told += [f"and {rest} more: plan.changes"] if rest > 0 else []
+    if rebinding.bound_by == "search":
+        took, limit_s = document.search.seconds.get("search", 0.0), document.search.time_limit_s or 0.0
+        best = f"{in_seconds(rebinding.fresh_step_s)} a step" if rebinding.fresh_step_s is not None else "nothing"
+        told.append(f"a fresh search of {took:.1f} s (limit {limit_s:g} s) found {best}")
+    else:
+        told.append("not compared with a fresh search, which time_limit_s asks for")
+    return told
+
+
 def offloads(document: Document) -> str:
     """What has its home on the host or on disk, and what a step moves, on all ranks of a pipeline together."""
     tables = document.transfer_schedules
@@ -280,6 +302,13 @@ def _chunks(document: Document, sizes: Sequence[int]) -> str:
     whole = padding + sum(leaf.count * leaf.local_bytes for leaf in details)
     wasted = f", {f'{100 * padding / whole:.2f} %' if padding else 'none'} of it padding" if details else ""
     return f"{len(sizes)} chunks ({told} of parameters{wasted})"
+
+
+def outputs(document: Document) -> str:
+    """Which outputs of the model training steps do not keep."""
+    shown, more = document.discards[:3], len(document.discards) - 3
+    names = ", ".join(shown) + f" and {more} more" * (more > 0)
+    return f"{names} not kept by training steps; outputs='all' (--outputs all) keeps every output"
 
 
 def micro_batched(document: Document) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from planner.base.cpython import no_garbage
 from planner.base.formatting import (
     by_module,
     in_bytes,
@@ -30,7 +31,9 @@ from planner.plan.report.summary import (
     micro_batched,
     offloads,
     op_calls,
+    outputs,
     pinned,
+    rebound,
     shared,
     stages,
     standing,
@@ -46,6 +49,7 @@ LETTERS = (
 """What layouts are written in, in one line; see :mod:`planner.ir.layout`."""
 
 
+@no_garbage()
 def text(document: Document, width: int | None = None) -> str:
     """What was planned, what it costs, how every distinct block is laid out.
 
@@ -74,16 +78,20 @@ def line(document: Document) -> str:
 def _head(document: Document) -> str:
     predicted, search, device = document.predicted, document.search, document.cluster.device
     proof = "" if search.status == "optimal" else f", at most {search.gap * 100:.1f} % from the best"
+    if document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
+        proof += " by arithmetic alone"
     steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in search.seconds.items())
     if proof and search.time_limit_s is not None:
         steps += f"; limit {search.time_limit_s:g} s"
     pins = ", ".join(pinned(document))
     devices = f"{document.cluster.world_size} x {device.kind} ({document.cluster.backend})"
     rows = [
+        *(("" if number else "rebound", in_paragraph(each)) for number, each in enumerate(rebound(document))),
         ("mesh", sizes_text(document.sizes)),
         *([("pinned", in_paragraph(pins))] if pins else []),
         *([("batches", in_paragraph(micro_batched(document)))] if document.pipeline is not None else []),
         *(_stages(document) if document.pipeline is not None and document.pipeline.ranks > 1 else []),
+        *([("outputs", in_paragraph(outputs(document)))] if document.discards else []),
         *([("offload", in_paragraph(offloads(document)))] if document.transfer_schedules else []),
         *([("dtypes", in_paragraph(said))] if (said := dtypes(document)) else []),
         ("step", in_seconds(predicted.step_time_s)),

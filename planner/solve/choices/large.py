@@ -13,7 +13,6 @@ import numpy as np
 
 from planner.solve.choices.best import BestFound
 from planner.solve.choices.messages import Messages, Near
-from planner.solve.choices.mip import solve_mip
 from planner.solve.choices.model import HALF_BYTE, ChoiceModel, Mask, Weights, at, restrict, total
 from planner.solve.choices.neighbourhood import Neighbourhood
 from planner.solve.choices.reduce import reduce
@@ -139,6 +138,8 @@ class _Stage:
 
     def close(self, keep: list[Mask], deadline: float) -> float:
         """Solve what is left exactly; the lower bound proven."""
+        from planner.solve.choices.mip import solve_mip  # imports a solver, which most problems do not need
+
         model = restrict(self.model, keep)
         if model is None:
             return self._best.target_s

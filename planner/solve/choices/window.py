@@ -16,7 +16,6 @@ import numpy as np
 from planner.solve.choices.best import BestFound
 from planner.solve.choices.eliminate import Elimination, choice_bounds, decode, eliminate, pair_bounds
 from planner.solve.choices.labels import search_labels
-from planner.solve.choices.mip import solve_mip
 from planner.solve.choices.model import (
     HALF_BYTE,
     WALL,
@@ -239,6 +238,8 @@ def _close(bounded: Bounded, left: float, best: BestFound, deadline: float) -> f
         left = _search(bounded, best, width, deadline)
     model, floor = _wall_off(bounded, best.target_s), bounded.window.floor_bytes
     if left < best.target_s and model.pairs_allowed <= _MAX_PAIRS and time.monotonic() <= deadline:
+        from planner.solve.choices.mip import solve_mip  # imports a solver, which most problems do not need
+
         outcome = solve_mip(model, floor, best.target_s, deadline - time.monotonic())
         left = max(left, outcome.bound)
         if outcome.assignment is not None:

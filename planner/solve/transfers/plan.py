@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.solve.transfers.gaps import gaps_of
-from planner.solve.transfers.keep import WHOLE, keep
 from planner.solve.transfers.place import place
 from planner.solve.transfers.simulate import SimulatedTransfers
 from planner.solve.transfers.table import Stopped, TransferSchedule
@@ -49,6 +48,8 @@ def shortest_step(trace: Trace, budget_bytes: int) -> TransferSchedule:
 
 
 def _best(trace: Trace, budget_bytes: int, windows: Sequence[int], thorough: bool) -> TransferSchedule:
+    from planner.solve.transfers.keep import WHOLE, keep  # imports a solver, which most plans do not need
+
     trace.check_budget(budget_bytes)
     gaps = gaps_of(trace)
     room = [budget_bytes - trace.needed_bytes[place] for place in trace.on_device]

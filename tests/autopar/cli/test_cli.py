@@ -116,10 +116,13 @@ def test_plans_a_function_whose_inputs_are_given() -> None:
 
 def test_plans_a_transformers_config_for_a_preset(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    result = invoke("plan", config, "-c", "preset:dgx-h100:1", "--batch", 16, "--seq", 32, "--out", out)
+    result = invoke(
+        "plan", config, "-c", "preset:dgx-h100:1", "--batch", 16, "--seq", 32, "--out", out, "--outputs", "loss"
+    )
     assert result.exit_code == 0, result.output
     plan = Plan.load(out)
     assert plan.cluster.world_size == 8 and plan.model["class"] == "LlamaForCausalLM"
+    assert plan.discards == ("logits",)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +175,22 @@ def test_shows_a_plan_whole_by_block_and_by_name(plan_file: Path) -> None:
     assert explained.exit_code == 0 and "down" in explained.stdout
 
 
+def test_rebinds_a_plan_to_a_deeper_config_on_more_devices(config: Path, tmp_path: Path) -> None:
+    out, deep, rebound = tmp_path / "plan.json", tmp_path / "deep.json", tmp_path / "rebound.json"
+    words = ("--batch", 4, "--seq", 16, "--pin", "tensor=2", "--pin", "data=1")
+    assert invoke("plan", config, "-c", "local:2", *words, "--out", out).exit_code == 0
+    deep.write_text(json.dumps({**LLAMA, "num_hidden_layers": 5}))
+    result = invoke("rebind", out, "--model", deep, "-c", "local:4", "--out", rebound, "--time-limit", 10)
+    assert result.exit_code == 0, result.output
+    found = Plan.load(rebound)
+    assert found.sizes == {"data": 2, "tensor": 2} and max(block.count for block in found.blocks) == 5
+    assert "mesh axis 'data': 1 -> 2" in result.stdout and "a fresh search of" in result.stdout
+    assert found.account.leaves["input_ids"].shape == (4, 16)
+    assert invoke("verify", deep, "--plan", rebound).exit_code == 0
+    wider = invoke("rebind", out, "--model", deep, "--batch", 8, "--out", rebound)
+    assert wider.exit_code == 0 and Plan.load(rebound).account.leaves["input_ids"].shape == (8, 16)
+
+
 def test_verifies_a_plan_and_a_cluster(plan_file: Path, config: Path) -> None:
     result = invoke("verify", f"{HERE}:small", "--plan", plan_file)
     assert result.exit_code == 0 and "verified" in result.stdout, result.output
@@ -212,6 +231,7 @@ WRONG: list[tuple[Sequence[str], str]] = [
     (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "zero={'embed*': 0}"), "strings and keys in double quotes"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "layers=a"), "pin 'layers' maps a module path"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--pin", "data=3"), "pinned data 3, but 'local' has 4 devices"),
+    (("plan", f"{HERE}:small", "-c", "local:4", "--outputs", "all,logits"), "outputs has 'all', which Small does not"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--gap", "2"), "gap is 2.0; give the part of a step"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--batch", "3"), "--batch would have no effect"),
     (("plan", f"{HERE}:small", "-c", "local:4", "--input", "x=4:floaty"), "is not NAME="),
@@ -300,7 +320,8 @@ def test_help_imports_no_torch_and_is_quick() -> None:
 
 
 def test_wrong_words_are_refused_before_torch_is_imported() -> None:
-    late = {f"{HERE}:{name}" for name in ("missing", "broken", "nothing", "bare")} | {"missing.txt", "--batch"}
+    late = {f"{HERE}:{name}" for name in ("missing", "broken", "nothing", "bare")}
+    late |= {"missing.txt", "--batch", "--outputs"}
     early = [words for words, _ in WRONG if late.isdisjoint(words)]
     assert len(early) > 20
     code = f"""

@@ -104,7 +104,7 @@ def traced() -> Traced:
 
 def planned(pin: Mapping[str, Any]) -> Plan:
     ranks = pin.get("pipeline", 1) * pin.get("data", 1)
-    return plan_traced(traced(), workers.cluster_of(ranks), Pins.parse(pin), Training())
+    return plan_traced(traced(), workers.cluster_of(ranks), Pins.parse(pin), Training(discards=()))
 
 
 @exact()

@@ -319,7 +319,7 @@ def planned(name: str, pin: Pin, training: bool = True) -> tuple[Reference, Plan
     ref, ranks = original(name, training), 1
     for axis in ("data", "tensor", "context", "pipeline"):
         ranks *= pin.get(axis, 1)
-    return ref, plan_traced(ref.traced, workers.cluster_of(ranks), Pins.parse(pin), Training())
+    return ref, plan_traced(ref.traced, workers.cluster_of(ranks), Pins.parse(pin), Training(discards=()))
 
 
 def micro_batched(name: str, pin: Pin, training: bool = True) -> tuple[Reference, Assignment, MicroBatched]:

@@ -308,7 +308,9 @@ def assigned(plan: Plan, graph: Graph) -> Any:
     facts, pins = model_facts(graph, "ResidualMLP"), Pins.parse(plan.pin)
     folded, rules = refold(plan, graph, facts), rules_of(graph)
     stages = 1 if plan.pipeline is None else plan.pipeline.ranks
-    training = Training(plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.unsharding)
+    training = Training(
+        plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.unsharding, plan.discards
+    )
     kept, pace = filters(pins, graph, rules, plan.mesh), pace_of(stages, plan.mesh.micro_batches, pins.schedule)
     return restore(plan, Space(folded, plan.mesh, CostModel(plan.cluster), training, rules, *kept, pace=pace), facts)
 

@@ -1,4 +1,4 @@
-"""Keeps CPython's garbage collector and stack growth from taking a good part of the planning time."""
+"""Keeps CPython's garbage collector and stack growth from taking a good part of the time of planning and reports."""
 
 from __future__ import annotations
 

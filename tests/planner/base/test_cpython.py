@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autopar.graph.cpython import no_garbage, on_one_stack
+from planner.base.cpython import no_garbage, on_one_stack
 
 CALLS = 1000
 

@@ -1,0 +1,117 @@
+"""Exactness in the whole space: what a search says of stages, micro-batches, schedules, cuts, recomputation and
+gathering is what counting out every plan says.
+
+These are few cases that are quick; ``python -m benchmarks exact`` has hundreds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from planner.analysis.memory import usage
+from planner.analysis.pipeline.chain import chain_of
+from planner.analysis.pipeline.staged import price
+from planner.formulation.assignment import assignment_of
+from planner.solve.pipeline.stages import evaluate
+from planner.solve.problem import evaluate as cost_of
+from tests.planner.search import one_space
+from tests.planner.search.brute_force import BruteForce, Parts, Whole, best_of
+from tests.planner.search.one_space import Case, Tally, check, drawn
+
+SEEDS = (34, 36, 46, 74, 76, 98, 101, 123, 127, 206, 290, 370)
+KNOWN = {"sum", "indivisible", "home", "offload"}
+"""What does not hold yet. A search of steps in one piece adds up bytes that are not alive at once, so that what it
+proves is proved of plans that fit by that sum; the bound of micro-batched steps does so too, which is wrong of seed
+302. It refuses a model no size of which the devices divide, though there are
+pipelines. It leaves the host alone unless that is pinned; and then it does not know what transfer schedules keep on the
+device, so that its bound is one of its own reckoning.
+"""
+
+
+def case_of(seed: int) -> Case:
+    case = drawn(seed)
+    assert case is not None, f"seed {seed} is too large to be counted out"
+    return case
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_a_search_says_is_what_brute_force_says(seed: int) -> None:
+    case, tally = case_of(seed), Tally()
+    check(case, tally)
+    assert tally.problems == len(case.limits) and tally.rows + tally.infeasible
+    assert not [str(each) for each in tally.violations if each.cause not in KNOWN]
+
+
+def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound that is too high by a hundred-thousandth, and a plan that is not the best."""
+    case = replace(case_of(55), limits=(None,))
+    best = best_of(case.brute.optima(None))
+    honest = one_space.searched(case.graph, case.cluster)
+    rows = honest.candidates
+
+    def said(**changes: object) -> set[str]:
+        monkeypatch.setattr(one_space, "searched", lambda graph, cluster: replace(honest, **changes))
+        tally = Tally()
+        check(case, tally)
+        return {each.what for each in tally.violations}
+
+    slower = replace(honest.best, evaluation=replace(honest.evaluation, time_s=best.time_s * (1 + 1e-5)))
+    faster = replace(honest.best, evaluation=replace(honest.evaluation, time_s=best.time_s * (1 - 1e-5)))
+    assert said() == set()
+    assert said(best=slower, status="optimal", gap=0.0) == {"missed"}
+    assert said(best=slower, status="feasible", gap=5e-6) == {"bound"}
+    assert said(best=slower, status="feasible", gap=2e-5) == set()
+    assert said(best=faster) == {"better"}
+    for number, row in enumerate(rows):
+        own_s = case.brute.optima(None)[one_space.config_of(row, case.brute.configs)].time_s
+        above = replace(row, bound_s=own_s * (1 + 1e-5))
+        assert said(candidates=(*rows[:number], above, *rows[number + 1 :])) == {"row"}
+
+
+def test_what_is_shared_and_pruned_leaves_out_nothing() -> None:
+    """Every assignment on its own, without what chains have in common or what prunes any."""
+    case = case_of(55)
+    for config in (each for each in case.brute.configs if not each.in_one_piece):
+        parts = case.brute.parts[config]
+        for limit in (None, 100, 90, 70):
+            assert parts.best(limit).time_s == pytest.approx(_parts_counted(parts, limit), rel=1e-9)
+    for limit in (None, 120, 110, 90):
+        for whole in case.brute.whole.values():
+            assert whole.best(limit).time_s == pytest.approx(_whole_counted(whole, limit), rel=1e-9)
+
+
+def test_where_equal_blocks_may_differ_there_is_more_and_nothing_is_lost() -> None:
+    case = case_of(46)
+    apart = BruteForce(case.graph, case.cluster, apart=True)
+    for config, parts in case.brute.parts.items():
+        assert len(apart.parts[config].chains) >= len(parts.chains)
+        for limit in case.limits:
+            assert apart.parts[config].best(limit).time_s <= parts.best(limit).time_s * (1 + 1e-9)
+    assert any(len(apart.parts[config].chains) > len(parts.chains) for config, parts in case.brute.parts.items())
+
+
+def _parts_counted(parts: Parts, limit_bytes: int | None) -> float:
+    best = math.inf
+    for row in parts.rows.tolist():
+        links = parts.links(row)
+        for pipeline in parts.pipelines:
+            for inner in itertools.combinations(range(1, len(links)), pipeline.stages - 1):
+                for savings in itertools.product(*(range(len(link.levels)) for link in links)):
+                    found = evaluate(pipeline, chain_of(links), (0, *inner, len(links)), savings)
+                    for prefetch in (True, False):
+                        staged = price(links, pipeline, found, prefetch)
+                        if limit_bytes is None or staged.peak_bytes <= limit_bytes:
+                            best = min(best, staged.step_s)
+    return best
+
+
+def _whole_counted(whole: Whole, limit_bytes: int | None) -> float:
+    best = math.inf
+    for amount, row in itertools.product(whole.amounts, whole.rows.tolist()):
+        fits = limit_bytes is None or usage(assignment_of(whole.space, row, amount)).peak_bytes <= limit_bytes
+        best = min(best, cost_of(whole.space.problem(None, amount), tuple(row)).time_s) if fits else best
+    return best
