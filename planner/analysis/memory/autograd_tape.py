@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from planner.analysis.memory.storages import Storage, StorageTracker
-from planner.formulation.remat.backward_slice import Again
+from planner.formulation.remat.backward_slice import Again, is_view
 from planner.ir.folding import Block
 
 
@@ -86,6 +86,7 @@ class Frame:
         self.name, self.again, self.before = block.path, again, before
         self.ahead: list[Storage] = []
         self.at = {node.name: at for at, node in enumerate(block.nodes)}
+        self._computes = any(not is_view(block.nodes[at]) for at in again.operators)
         self.made: dict[Storage, tuple[Storage, ...]] = {}
         self.beside: dict[Storage, int] = {}
         self.copied: dict[Storage, int] = {}
@@ -107,6 +108,10 @@ class Frame:
         self.handed.add(result)
         self.copied[drawn] = copied_bytes
         self.makes(heap, drawn, (*operands, result), keeps=False)
+
+    def is_held_besides(self, storage: Storage) -> bool:
+        """Whether an operand is held for what runs again, or made again, while autograd holds a copy of it."""
+        return self._computes or (storage in self.made and storage not in self.kept)
 
     def makes(
         self, heap: StorageTracker, storage: Storage, sources: Iterable[Storage], keeps: bool, beside_bytes: int = 0

@@ -14,11 +14,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 
-from planner.analysis.pipeline.gathered_parameters import coming, gathered_by, owned, parted, savers_of, working_moments
+from planner.analysis.pipeline.gathered_parameters import (
+    coming,
+    gathered_by,
+    owned,
+    parted,
+    savers_of,
+    working_moments,
+)
 from planner.analysis.pipeline.leaf_memory import Leaves, Parts, Use, by_use
 from planner.base.symbolic_float import at_least_zero
 from planner.formulation.assignment import Assignment
-from planner.formulation.remat.levels import NOTHING, Amount, Level, Levels, Recompute
+from planner.formulation.remat.levels import GATHERING, NOTHING, Amount, Level, Levels, Recompute
 from planner.formulation.remat.saved_accounting import Places
 from planner.formulation.resharding import local_bytes
 from planner.formulation.stage_boundaries import crossing, sent
@@ -100,6 +107,11 @@ class Link:
     returned_bytes: int
     shared: tuple[tuple[str, Shared], ...] = ()
     uses: tuple[Use, ...] = ()
+
+    def way_of(self, level: Level) -> int:
+        """The number of a level among its own, or of what it comes to where the block has nothing to gather again."""
+        lower = ("gathered", "none") if level in GATHERING else ()
+        return next(self.levels.index(each) for each in (level, *lower) if each in self.levels)
 
     @property
     def once_s(self) -> float:
@@ -247,7 +259,7 @@ class _Chain:
         held = by_use(parts.always)
         held["activations"] += sum(self.leaves.outputs(number).values())
         gathered = gathered_by(self.assignment, number, self._savers)
-        levels = self.levels.of(instance.kind) if gathered.lets_go.total() else self.levels.computed(instance.kind)
+        levels = tuple(dict.fromkeys(self._come_to(number, gathered.lets_go.total() > 0)))
         again_s = [self._again_s(number, level) for level in levels]
         saved = tuple(self._saved(number, level) for level in levels)
         savings = tuple(
@@ -288,6 +300,21 @@ class _Chain:
             sent_bytes=sent_bytes,
             returned_bytes=returned_bytes,
         )
+
+    def _come_to(self, number: int, lets_go: bool) -> Iterator[Level]:
+        """The levels at which a block may run; of those at which nothing is computed again, what they come to there.
+
+        Args:
+            lets_go: whether it has gathered parameters to gather again.
+        """
+        kind = self.folded.instances[number].kind
+        for level in self.levels.of(kind):
+            again_s, lowered = self._again_s(number, level), level
+            if level == "resharded" and again_s == self._again_s(number, "gathered"):
+                lowered = "gathered"
+            if lowered == "gathered" and not lets_go and (level == lowered or not any(again_s)):
+                lowered = "none"
+            yield lowered
 
     def _run(self, sums: _Sums, node: Node) -> None:
         """Add an operator, with the reshardings of its operands and of what it delivers."""
@@ -395,7 +422,7 @@ class _Chain:
         """Bytes of some of the tensors of a block's operators, and of what those keep that do not run again."""
         instance = self.folded.instances[number]
         tensors = sum(
-            self.space.bytes_of(node, self.assignment.choice(node), each)
+            self.assignment.kept_bytes(node, instance.kind, level, each)
             for node, each in zip(instance.block.nodes, saved, strict=True)
         )
         return tensors + sum(own for _, own in owned(self.assignment, instance, level, again=False))
@@ -411,10 +438,13 @@ class _Chain:
             if at in again.operators:
                 work = space.work(node, choice)
                 made_s += work.forward_s + work.inner_forward_s
-            wanted = {(node.inputs[i], choice.operands[i]) for i in again.taken[at]}
+            larger = {i for i in again.taken_if_larger[at] if self.assignment.operand_effect(node, i) == "larger"}
+            wanted = {(node.inputs[i], choice.operands[i]) for i in again.taken[at] | larger}
             moves = [(ref, self.assignment.consumer_layout(ref), to) for ref, to in wanted]
-            made = [Ref(node.name, index) for index in range(len(node.results)) if (at, index) in again.values]
-            moves += [(ref, self.assignment.produced(ref), self.assignment.consumer_layout(ref)) for ref in made]
+            for ref in (Ref(node.name, index) for index in range(len(node.results))):
+                is_larger = (at, ref.index) in again.as_made and self.assignment.shared_effect(ref) == "larger"
+                if is_larger or (at, ref.index) in again.delivered:
+                    moves.append((ref, self.assignment.produced(ref), self.assignment.consumer_layout(ref)))
             for ref, source, target in moves:
                 seconds = self._conversion(ref, source, target)[0]
                 if self.graph.by_name[ref.node].op != "param":

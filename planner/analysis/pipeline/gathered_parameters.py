@@ -23,7 +23,7 @@ def dropped_bytes(assignment: Assignment, instance: Instance, level: Level) -> i
     """Bytes that an instance has recomputed while it runs its backward, at a level of recomputation."""
     if level == "none":
         return 0
-    again = assignment.space.decision_graph.blocks.again(instance.kind, level)
+    again = assignment.again(instance.kind, level)
     dropped = sum(
         assignment.space.bytes_of(node, assignment.choice(node), places)
         for node, places in zip(instance.block.nodes, again.dropped, strict=True)

@@ -180,7 +180,8 @@ class _Rank:
         """Of one micro-batch."""
         for node, places in zip(self.instances[number].block.nodes, saved, strict=True):
             for place in places:
-                yield Held(self._at(node, place), "activations", self._bytes(node, place), block=number)
+                size = self.assignment.kept_bytes(node, self.instances[number].kind, level, (place,))
+                yield Held(self._at(node, place), "activations", size, block=number)
         for node, size in owned(self.assignment, self.instances[number], level, again=False):
             yield Held(f"what {called(node)} keeps", "activations", size, block=number)
         for name, size in gathered_by(self.assignment, number, self.savers).saved(level).items():
@@ -231,7 +232,7 @@ class _Rank:
         ]
         again = list(there)
         if level != "none":
-            dropped = self.space.decision_graph.blocks.again(instance.kind, level).dropped
+            dropped = self.assignment.again(instance.kind, level).dropped
             for node, places in zip(instance.block.nodes, dropped, strict=True):
                 again += (
                     Held(f"{self._at(node, place)} again", "temporary", self._bytes(node, place), block=number)

@@ -1,8 +1,9 @@
 """Levels of recomputation: which values of a block are recomputed in backward instead of saved.
 
 Of the instances of a block some run at level ``full``, which keeps what enters the block and makes everything else
-again, some at levels that also keep the results of certain operators, some at ``gathered``, which keeps everything but
-parameters that were gathered for use and gathers them again, and the others at ``none``. Which operators' results are
+again, some at levels that also keep the results of certain operators, some at ``resharded``, which keeps all that was
+computed and gathers again what that was gathered into, some at ``gathered``, which does so with parameters alone, and
+the others at ``none``. Which operators' results are
 worth keeping :mod:`planner.search.remat_selection` finds for each distinct block; at ``selective`` they are those of
 all contractions, convolutions and attention. What each level comes to in a block says
 :mod:`planner.formulation.remat.backward_slice`.
@@ -22,12 +23,14 @@ from planner.ir.folding import Folded
 
 Kept = tuple[int, ...]
 """The operators of a block whose results are kept, by position in ``block.nodes``; all else is recomputed."""
-Level = Literal["none", "gathered", "selective", "full"] | Kept
-LEVELS: tuple[Level, ...] = ("none", "gathered", "selective", "full")
+Level = Literal["none", "gathered", "resharded", "selective", "full"] | Kept
+LEVELS: tuple[Level, ...] = ("none", "gathered", "resharded", "selective", "full")
 """Those with a name: what they keep follows from the kinds of operators."""
 ALONE: tuple[Level, ...] = ("none", "gathered")
 """Those of blocks that do not repeat."""
-COMPUTED: tuple[Level, ...] = ("none", "selective", "full")
+GATHERING: tuple[Level, ...] = ("gathered", "resharded")
+"""Those at which nothing is computed again."""
+COMPUTED: tuple[Level, ...] = ("none", "resharded", "selective", "full")
 """Those that differ where parameters are gathered once a step, for all micro-batches."""
 
 
@@ -35,7 +38,7 @@ def least_memory_first(level: Level) -> tuple[int, int, Kept]:
     """The order of levels, from those that keep least: a key to sort by."""
     if isinstance(level, tuple):
         return 1, len(level), level
-    return {"full": 0, "selective": 2, "gathered": 3, "none": 4}[level], 0, ()
+    return {"full": 0, "selective": 2, "resharded": 3, "gathered": 4, "none": 5}[level], 0, ()
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,13 @@ class Amount:
         """How many instances run at a level above ``none``."""
         return sum(len(numbers) for each, numbers in self.levels if each == level)
 
-    def without(self, level: Level) -> Amount:
-        """The same with instances at ``none`` that run at some level now."""
-        return replace(self, levels=tuple(each for each in self.levels if each[0] != level))
+    def lowered(self, level: Level, to: Level) -> Amount:
+        """The same with instances at ``to`` that run at some level now."""
+        found = {each: numbers for each, numbers in self.levels if each != level}
+        moved = [numbers for each, numbers in self.levels if each == level]
+        if moved and to != "none":
+            found[to] = _as_range(sorted((*moved[0], *found.get(to, ()))))
+        return replace(self, levels=tuple(sorted(found.items(), key=lambda each: least_memory_first(each[0]))))
 
 
 def _as_range(numbers: Sequence[int]) -> Sequence[int]:
@@ -104,8 +111,8 @@ class Recompute:
 
     @property
     def gathers(self) -> bool:
-        """Whether any instance runs at level ``gathered``."""
-        return any(amount.count("gathered") for amount in self.amounts)
+        """Whether any instance runs at a level at which nothing is computed again."""
+        return any(amount.count(level) for amount in self.amounts for level in GATHERING)
 
     def level(self, kind: int, nth: int) -> Level:
         """The level of instance number ``nth`` of a kind."""
@@ -119,11 +126,11 @@ class Recompute:
         """The levels above ``none`` at which instances of a kind run, with the numbers of those instances."""
         return self.amounts[kind].levels if self.amounts else ()
 
-    def without_gathering(self, kinds: Collection[int] | None = None) -> Recompute:
-        """The same where these kinds, or all, gather nothing."""
+    def lowered(self, level: Level, to: Level, kinds: Collection[int] | None = None) -> Recompute:
+        """The same with instances of these kinds, or all, at ``to`` that run at some level now."""
         amounts = enumerate(self.amounts)
         return Recompute(
-            tuple(each.without("gathered") if kinds is None or kind in kinds else each for kind, each in amounts)
+            tuple(each.lowered(level, to) if kinds is None or kind in kinds else each for kind, each in amounts)
         )
 
 
