@@ -25,7 +25,7 @@ from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
 from planner.search.candidate_bounds import Candidate
 from planner.search.search import search
-from tests.planner.plans import Build
+from tests.planner.plans import Build, whole
 from tests.planner.search.brute_force import BruteForce, Config, Optimum, TooLargeError, best_of
 from tests.planner.search.brute_force_offload import Home, best_offloaded
 from tests.planner.search.test_optimum import random_cluster, with_memory
@@ -49,7 +49,7 @@ DEVICES = ((1,), (2,), (2,), (2,), (3,), (4,), (2, 2))
 def searched(graph: Graph, cluster: ClusterSpec, offload: str | None = None) -> Searched | AutoparError:
     """The best plan of all there are, or why the search says that there is none."""
     try:
-        pins = Pins() if offload is None else Pins.parse({"offload": offload})
+        pins = Pins.parse({"offload": offload or "none"})
         return search(graph, cluster, pins, Training())
     except (InfeasibleError, ClusterError) as error:
         return error
@@ -64,9 +64,20 @@ def searched_by_the_sum(graph: Graph, cluster: ClusterSpec) -> Searched | Autopa
 def in_one_piece(graph: Graph, cluster: ClusterSpec, folding: bool) -> Searched | None:
     """The best plan without pipelines and micro-batches, with which folding may be off."""
     try:
-        return search(graph, cluster, Pins(), Training(), folding=folding)
+        return search(graph, cluster, whole(), Training(), folding=folding)
     except (InfeasibleError, ClusterError):  # nothing fits, or no size of the model can be divided
         return None
+
+
+def is_indivisible(graph: Graph, cluster: ClusterSpec) -> bool:
+    """Whether a search refuses plans in one piece since no size of the model can be divided among the devices."""
+    try:
+        search(graph, cluster, whole(), Training())
+    except ClusterError:
+        return True
+    except InfeasibleError:
+        pass
+    return False
 
 
 def config_of(candidate: Candidate, configs: Iterable[Config]) -> Config:
@@ -320,6 +331,8 @@ class _Check:
     def _cause(self, config: Config, found: Searched | AutoparError) -> str:
         """Why what is said of a configuration does not hold: whether it does where memory is a sum of bytes."""
         if isinstance(found, ClusterError):
+            return "indivisible"
+        if config.in_one_piece and is_indivisible(self.case.graph, self.cluster):
             return "indivisible"
         if config.in_one_piece:
             claimed_s = self._claimed_by_the_sum(config)

@@ -48,7 +48,7 @@ def test_what_a_search_says_is_what_brute_force_says(seed: int) -> None:
 
 def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound that is too high by a hundred-thousandth, and a plan that is not the best."""
-    case = replace(case_of(55), limits=(None,))
+    case = replace(case_of(38), limits=(None,))
     best = best_of(case.brute.optima(None))
     honest = one_space.searched(case.graph, case.cluster)
     rows = honest.candidates

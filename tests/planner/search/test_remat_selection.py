@@ -135,7 +135,7 @@ def test_what_products_read_gathered_is_gathered_again_where_that_is_quicker(mon
     def found(memory_bytes: int | None, **pins: str) -> Searched:
         device = spec.device.model_copy(update={"memory_bytes": memory_bytes or 2**30, "reserve_fraction": 0.0})
         within = spec.model_copy(update={"device": device})
-        return search(gathering(), within, Pins.parse({**columns, **pins}), Training())
+        return search(gathering(), within, whole({**columns, **pins}), Training())
 
     with by_the_sum_alone():
         most, least = (found(None, recompute=level).evaluation.peak_bytes for level in ("none", "full"))
