@@ -224,7 +224,29 @@ class StageCosts:
                 ends = ends[1], ends[0]
                 costs = Costs(place, costs.parts.swapaxes(0, 1), costs.again, costs.saved.swapaxes(0, 1), costs.wall.T)
             found.setdefault(ends, []).append(costs)
+            more = self._kept_as_made(flow) if place == BODY else None
+            if more is not None:
+                swapped = (more.parts.swapaxes(0, 1), more.again, more.saved.swapaxes(0, 1), more.wall.T)
+                is_ascending = self.index[tail] <= self.index[head]
+                found[ends].append(more if is_ascending else Costs(place, *swapped))
         return found
+
+    def _kept_as_made(self, flow: Flow) -> Costs | None:
+        """What a value that is kept as it was made takes besides, by level: its resharding again, and its bytes."""
+        space = self.space
+        each = [space.decision_graph.as_made(amount) for amount in self.amounts]
+        again = np.array([float(as_made.again.get(flow, 0)) for as_made in each])
+        places = [at for at in range(len(flow[3])) if any((flow, at) in as_made.held for as_made in each)]
+        if not again.any() and not places:
+            return None
+        enlarging = space.edge_costs.enlarging(flow)
+        shape = enlarging.again_s.shape
+        parts, saved = np.zeros((*shape, 7)), np.zeros((*shape, len(self.levels)))
+        parts[..., AGAIN] = np.where(np.isfinite(enlarging.again_s), enlarging.again_s, 0.0)
+        for at in places:
+            times = np.array([float(as_made.held.get((flow, at), 0)) for as_made in each])
+            saved += enlarging.smaller_bytes[at][..., None] * times
+        return Costs(BODY, parts, again, saved, np.zeros(shape))
 
     def _pair(
         self,
