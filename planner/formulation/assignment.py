@@ -120,13 +120,12 @@ class Assignment:
         return bool(found.delivered) or found.taken != params.taken
 
     def _unshards_again(self, kind: int) -> bool:
-        """Whether a kind of block has a gathered parameter to let go, and does not use what is gathered once a step."""
+        """Whether a kind of block has copies of parameters to let go, and does not use what is gathered once a step."""
         if self.space.unsharding.once_per_step:
             return False
         nodes = self.space.folded.kinds[kind][0].block.nodes
         taken = zip(nodes, self.again(kind, "gathered").taken, strict=True)
-        routes = (self.operand_route(node, position) for node, positions in taken for position in positions)
-        return any(step.rule.startswith("S") for route in routes for step in route)
+        return any(self.operand_effect(node, place) != "same" for node, places in taken for place in places)
 
     @cached_property
     def _again(self) -> dict[tuple[int, Level], Again]:

@@ -13,7 +13,7 @@ saved of any level; so has what lies between blocks of two kinds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -21,7 +21,7 @@ from typing import cast
 
 import numpy as np
 
-from planner.formulation.decisions import Flow
+from planner.formulation.decisions import AsMade, Flow
 from planner.formulation.edge_costs import layout_at_head, layout_at_tail
 from planner.formulation.remat.levels import NOTHING, Amount, Level, Levels, Recompute
 from planner.formulation.search_space import Space
@@ -54,6 +54,12 @@ class Costs:
         """The same with only some of the choices of each."""
         at = np.ix_(*kept)
         return Costs(self.place, self.parts[at], self.again, self.saved[at], self.wall[at])
+
+    @property
+    def turned(self) -> Costs:
+        """The same of a pair with its second decision first."""
+        parts, saved = (each.swapaxes(0, 1) for each in (self.parts, self.saved))
+        return Costs(self.place, parts, self.again, saved, self.wall.T)
 
 
 class StageCosts:
@@ -204,6 +210,7 @@ class StageCosts:
     def _pairs(self) -> dict[tuple[int, int], list[Costs]]:
         space, found = self.space, dict[tuple[int, int], list[Costs]]()
         again_of = [space.decision_graph.flows_again(amount) for amount in self.amounts]
+        as_made = [space.decision_graph.as_made(amount) for amount in self.amounts]
         known: dict[object, Costs] = {}
         for flow, count in space.decision_graph.flows.items():
             tail, head, ref, _ = flow
@@ -219,34 +226,27 @@ class StageCosts:
             if key not in known:
                 added_s = self._added_s(flow) * count if adds_up else np.zeros(pair[0].shape)
                 known[key] = self._pair(pair, is_param, count, place, again, kept, factor, late, added_s)
-            costs, ends = known[key], (self.index[tail], self.index[head])
+            several = [known[key], *(self._kept_as_made(flow, as_made) if place == BODY else ())]
+            ends = self.index[tail], self.index[head]
             if ends[0] > ends[1]:
-                ends = ends[1], ends[0]
-                costs = Costs(place, costs.parts.swapaxes(0, 1), costs.again, costs.saved.swapaxes(0, 1), costs.wall.T)
-            found.setdefault(ends, []).append(costs)
-            more = self._kept_as_made(flow) if place == BODY else None
-            if more is not None:
-                swapped = (more.parts.swapaxes(0, 1), more.again, more.saved.swapaxes(0, 1), more.wall.T)
-                is_ascending = self.index[tail] <= self.index[head]
-                found[ends].append(more if is_ascending else Costs(place, *swapped))
+                ends, several = (ends[1], ends[0]), [costs.turned for costs in several]
+            found.setdefault(ends, []).extend(several)
         return found
 
-    def _kept_as_made(self, flow: Flow) -> Costs | None:
+    def _kept_as_made(self, flow: Flow, as_made: Sequence[AsMade]) -> Iterator[Costs]:
         """What a value that is kept as it was made takes besides, by level: its resharding again, and its bytes."""
-        space = self.space
-        each = [space.decision_graph.as_made(amount) for amount in self.amounts]
-        again = np.array([float(as_made.again.get(flow, 0)) for as_made in each])
-        places = [at for at in range(len(flow[3])) if any((flow, at) in as_made.held for as_made in each)]
+        again = np.array([float(each.again.get(flow, 0)) for each in as_made])
+        places = [at for at in range(len(flow[3])) if any((flow, at) in each.held for each in as_made)]
         if not again.any() and not places:
-            return None
-        enlarging = space.edge_costs.enlarging(flow)
+            return
+        enlarging = self.space.edge_costs.enlarging(flow)
         shape = enlarging.again_s.shape
         parts, saved = np.zeros((*shape, 7)), np.zeros((*shape, len(self.levels)))
         parts[..., AGAIN] = np.where(np.isfinite(enlarging.again_s), enlarging.again_s, 0.0)
         for at in places:
-            times = np.array([float(as_made.held.get((flow, at), 0)) for as_made in each])
+            times = np.array([float(each.held.get((flow, at), 0)) for each in as_made])
             saved += enlarging.smaller_bytes[at][..., None] * times
-        return Costs(BODY, parts, again, saved, np.zeros(shape))
+        yield Costs(BODY, parts, again, saved, np.zeros(shape))
 
     def _pair(
         self,
