@@ -259,6 +259,8 @@ class ProgramBuilder:
         for at, node in enumerate(block.nodes):
             for i, ref in enumerate(node.inputs):
                 made = at_of.get(ref.node, -1), ref.index
+                # What an operator takes of something kept is kept as it takes it, unless that is resharded again, or is
+                # what a resharding that runs again leaves.
                 is_kept = ref.node not in at_of or made[0] in again.lasting or made in again.as_made
                 is_again = made in again.as_made and made in again.delivered | again.values
                 is_passed = is_again and self.assignment.operand_effect(node, i) != "copy"

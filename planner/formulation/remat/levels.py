@@ -3,10 +3,9 @@
 Of the instances of a block some run at level ``full``, which keeps what enters the block and makes everything else
 again, some at levels that also keep the results of certain operators, some at ``resharded``, which keeps all that was
 computed and gathers again what that was gathered into, some at ``gathered``, which does so with parameters alone, and
-the others at ``none``. Which operators' results are
-worth keeping :mod:`planner.search.remat_selection` finds for each distinct block; at ``selective`` they are those of
-all contractions, convolutions and attention. What each level comes to in a block says
-:mod:`planner.formulation.remat.backward_slice`.
+the others at ``none``. Which operators' results are worth keeping :mod:`planner.search.remat_selection` finds for each
+distinct block; at ``selective`` they are those of all contractions, convolutions and attention. What each level comes
+to in a block says :mod:`planner.formulation.remat.backward_slice`.
 
 Which instances are which matters for the moment of the peak alone: those at the end of forward are the first to run
 backward, while all others still hold what they saved. So the first instances recompute, the very first in full.

@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from planner.analysis.pipeline.staged import Staged
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.certificate import certify
@@ -124,29 +125,44 @@ def gathering(layers: int = 6) -> Graph:
     return b.mean(value)
 
 
-def test_what_products_read_gathered_is_gathered_again_where_that_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each product has a part of its columns, so that the next one gathers what it reads."""
+def gathered_within(memory_bytes: int | None, world: int, **pins: object) -> Searched:
+    """The best plan where each product has a part of its columns, so that the next one gathers what it reads."""
     spec = priced()
-    quick = spec.levels[0].model_copy(update={"latency_s": 1e-7, "bandwidth_bytes_per_s": 1e10})
-    spec = spec.model_copy(update={"levels": (quick,)})
+    device = spec.device.model_copy(update={"memory_bytes": memory_bytes or 2**30, "reserve_fraction": 0.0})
+    quick = {"size": world, "latency_s": 1e-7, "bandwidth_bytes_per_s": 1e10}
+    spec = spec.model_copy(update={"device": device, "levels": (spec.levels[0].model_copy(update=quick),)})
     columns = {"layers": {"*.up": {"tensor": "n"}, "*.down": {"tensor": "n"}}, "tensor": 2}
+    return search(gathering(), spec, whole({**columns, **pins}), Training())
 
-    def found(memory_bytes: int | None, **pins: str) -> Searched:
-        device = spec.device.model_copy(update={"memory_bytes": memory_bytes or 2**30, "reserve_fraction": 0.0})
-        within = spec.model_copy(update={"device": device})
-        return search(gathering(), within, whole({**columns, **pins}), Training())
 
+def test_what_products_read_gathered_is_gathered_again_where_that_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     with by_the_sum_alone():
-        most, least = (found(None, recompute=level).evaluation.peak_bytes for level in ("none", "full"))
+        most, least = (gathered_within(None, 2, recompute=each).evaluation.peak_bytes for each in ("none", "full"))
         limits = [int(least + share * (most - least)) for share in (0.4, 0.7, 0.95)]
-        plans = [found(limit) for limit in limits]
+        plans = [gathered_within(limit, 2) for limit in limits]
         counts = [sum(amount.count("resharded") for amount in plan.assignment.recompute.amounts) for plan in plans]
         assert 0 < counts[0] < counts[1] == 6 > counts[2] > 0
         monkeypatch.setattr("planner.search.remat_selection.gathering_s", lambda cost: math.inf)
-        without = [found(limit) for limit in limits]
+        without = [gathered_within(limit, 2) for limit in limits]
     for some, others in zip(plans, without, strict=True):
         assert some.status == others.status == "optimal" and certify(some.assignment, 0.0).holds
         assert some.evaluation.time_s < 0.99 * others.evaluation.time_s
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_micro_batches_and_stages_gather_again_too(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(memory_bytes: int | None, **pins: object) -> Staged:
+        plan = gathered_within(memory_bytes, 2 * stages, pipeline=stages, micro_batches=4, **pins)
+        assert plan.staged is not None and plan.bound_s <= plan.staged.step_s
+        return plan.staged
+
+    most, again = (found(None, recompute=each).peak_bytes for each in ("none", "resharded"))
+    limits = [int(again + share * (most - again)) for share in (0.0, 0.5)]
+    plans = [found(limit) for limit in limits]
+    monkeypatch.setattr("planner.search.remat_selection.gathering_s", lambda cost: math.inf)
+    for limit, some in zip(limits, plans, strict=True):
+        assert "resharded" in some.levels and some.peak_bytes <= limit
+        assert some.step_s < 0.99 * found(limit).step_s
 
 
 def searched(spec: ClusterSpec) -> Searched:
