@@ -13,7 +13,7 @@ saved of any level; so has what lies between blocks of two kinds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -54,12 +54,6 @@ class Costs:
         """The same with only some of the choices of each."""
         at = np.ix_(*kept)
         return Costs(self.place, self.parts[at], self.again, self.saved[at], self.wall[at])
-
-    @property
-    def turned(self) -> Costs:
-        """The same of a pair with its second decision first."""
-        parts, saved = (each.swapaxes(0, 1) for each in (self.parts, self.saved))
-        return Costs(self.place, parts, self.again, saved, self.wall.T)
 
 
 class StageCosts:
@@ -226,19 +220,20 @@ class StageCosts:
             if key not in known:
                 added_s = self._added_s(flow) * count if adds_up else np.zeros(pair[0].shape)
                 known[key] = self._pair(pair, is_param, count, place, again, kept, factor, late, added_s)
-            several = [known[key], *(self._kept_as_made(flow, as_made) if place == BODY else ())]
             ends = self.index[tail], self.index[head]
-            if ends[0] > ends[1]:
-                ends, several = (ends[1], ends[0]), [costs.turned for costs in several]
-            found.setdefault(ends, []).extend(several)
+            for costs in (known[key], *(self._kept_as_made(flow, as_made) if place == BODY else ())):
+                if ends[0] > ends[1]:
+                    parts, saved = (each.swapaxes(0, 1) for each in (costs.parts, costs.saved))
+                    costs = Costs(place, parts, costs.again, saved, costs.wall.T)
+                found.setdefault((min(ends), max(ends)), []).append(costs)
         return found
 
-    def _kept_as_made(self, flow: Flow, as_made: Sequence[AsMade]) -> Iterator[Costs]:
+    def _kept_as_made(self, flow: Flow, as_made: Sequence[AsMade]) -> list[Costs]:
         """What a value that is kept as it was made takes besides, by level: its resharding again, and its bytes."""
         again = np.array([float(each.again.get(flow, 0)) for each in as_made])
         places = [at for at in range(len(flow[3])) if any((flow, at) in each.held for each in as_made)]
         if not again.any() and not places:
-            return
+            return []
         enlarging = self.space.edge_costs.enlarging(flow)
         shape = enlarging.again_s.shape
         parts, saved = np.zeros((*shape, 7)), np.zeros((*shape, len(self.levels)))
@@ -246,7 +241,7 @@ class StageCosts:
         for at in places:
             times = np.array([float(each.held.get((flow, at), 0)) for each in as_made])
             saved += enlarging.smaller_bytes[at][..., None] * times
-        yield Costs(BODY, parts, again, saved, np.zeros(shape))
+        return [Costs(BODY, parts, again, saved, np.zeros(shape))]
 
     def _pair(
         self,
