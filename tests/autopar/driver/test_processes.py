@@ -49,7 +49,7 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("gpt2", {"data": 2, "zero": BY_MODULE, "offload": "host"}, 2),
     ("gpt2", {"tensor": 4}, 4),
     ("gpt2", {"tensor": 2, "sequence_parallel": True}, 2),
-    ("gpt2", {"context": 4}, 4),
+    ("gpt2", {"context": 4, "recompute": "resharded"}, 4),
     ("gpt2", {"data": 2, "tensor": 2}, 4),
     ("llama", None, 2),
     ("llama", {"tensor": 2}, 2),
@@ -76,6 +76,7 @@ MICRO_BATCHED_PLANS: list[tuple[str, dict[str, Any], int]] = [
     ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": {"*.mlp.*": 1, "transformer.wte": 0}}, 4),
     ("llama", {"micro_batches": 8, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 2),
     ("llama", {"micro_batches": 4, "pipeline": 4, "recompute": "full"}, 4),
+    ("gpt2", {"micro_batches": 2, "pipeline": 2, "context": 2, "recompute": "resharded"}, 4),
     ("llama", {"micro_batches": 8, "pipeline": 4, "schedule": "zero_bubble"}, 4),
     ("gpt2", {"micro_batches": 4, "pipeline": 2, "schedule": "zbv"}, 2),
 ]
