@@ -20,8 +20,9 @@ BEGIN, END = "<!-- rooms: written by docs/rooms.py -->\n", "<!-- end of rooms --
 PLACES: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
     "autopar.driver": (32, 106, 264, 48, ("plan, parallelize: the two recipes",)),
     "autopar.capture": (32, 178, 264, 48, ("torch.export, then passes",)),
-    "autopar.graph": (32, 238, 126, 48, ("programs as values",)),
-    "autopar.functions": (170, 238, 126, 48, ("own backwards",)),
+    "autopar.graph": (32, 238, 80, 48, ("programs",)),
+    "autopar.functions": (120, 238, 84, 48, ("backwards",)),
+    "autopar.operators": (212, 238, 84, 48, ("experts",)),
     "autopar.emit": (32, 320, 264, 48, ("one local program per block",)),
     "autopar.runtime": (32, 404, 264, 124, ("obeys the plan, decides nothing",)),
     "autopar.verification": (32, 546, 126, 48, ("plan against model",)),

@@ -20,7 +20,7 @@ def embedding(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     counts_globally = node["scale_grad_by_freq"] or node["sparse"]
     whole = ["v", "h", *index] if counts_globally else ()
     rule = signature(node, operands, [["v", "h"], index], [[*index, "h"]], whole=whole, linear=[{0}])
-    return replace(rule, special={"v": Special()} if "v" in rule.sizes else {})
+    return replace(rule, special={"v": (Special(),)} if "v" in rule.sizes else {})
 
 
 ROWS: dict[str, Row] = {

@@ -45,7 +45,7 @@ from planner.plan.document.encoding import parse as parse_json
 from planner.plan.document.entries import check_entries, stray
 from planner.plan.document.fingerprint import coverage
 from planner.plan.document.model_mismatch import difference
-from planner.plan.document.notes import notes
+from planner.plan.document.notes import notes, unknown_share
 from planner.plan.document.remat_names import Stated, read_amounts, read_by_number
 from planner.plan.document.validation import check_consistent
 from planner.search.block_splitting import finer
@@ -403,6 +403,7 @@ def describe(
         transfer_schedules=transfer_schedules,
         optimizer_bytes_per_element=space.training.optimizer_bytes_per_element,
         coverage=unknown,
+        unknown_share=unknown_share(assignment, predicted, stages) if unknown else 0.0,
         notes=notes(assignment, model, unknown, predicted, stages),
         offload=next(name for name, tier in TIERS.items() if tier == space.training.tier),
         decided=assignment,

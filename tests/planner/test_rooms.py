@@ -17,6 +17,7 @@ ROOMS = {
     "autopar": [
         "graph",
         "functions",
+        "operators",
         "capture",
         "runtime",
         "checkpoint",

@@ -226,10 +226,12 @@ def multiplies(node: Node) -> bool:
 
 
 def _keeps_what_it_draws(graph: Graph, node: Node) -> bool:
-    """Whether backward of an operator needs what it drew, as of dropout that drops anything."""
+    """Whether backward of an operator needs what it drew, as of dropout that drops anything, or made anew."""
     row = OPS.get(node.op)
-    if row is None or not row.random or shares(node) or not any(tensor.grad for tensor in node.results):
+    if row is None or shares(node) or not any(tensor.grad for tensor in node.results):
         return False
+    if not row.random:
+        return row.anew
     rate = node["p"] if node["dropout_p"] is None else node["dropout_p"]
     return rate != 0 and any(saved.kind in OWN for saved in row.saved(node, graph.input_types(node)))
 

@@ -196,7 +196,7 @@ def _figures(document: Document) -> Iterator[str]:
     yield f"{in_percent(predicted.peak_bytes / usable)} of {in_bytes(usable).replace('.0 ', ' ')}"
     best = "the best with these pins" if document.pin else "the best"
     if search.status == "optimal":
-        yield f"proven {best}"
+        yield f"proven {best}{f' {document.qualified}' if document.qualified else ''}"
     elif document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
         yield "rebound, and compared with no other"
     else:
