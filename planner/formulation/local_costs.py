@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from planner.cost.kernels import Stream, kernel_of
 from planner.cost.model import CostModel
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.remat.levels import NOTHING, Recompute
 from planner.formulation.resharding import ReshardingTable, local_bytes
 from planner.formulation.strategies import Choice
 from planner.formulation.training import Tier, Training
@@ -330,7 +329,3 @@ class LocalCosts:
     def collective_s(self, kind: str, axis: Axis, bytes_in: int) -> float:
         """Seconds of a collective in every group of an axis at once."""
         return self.cost.collective_s(kind, axis, bytes_in)
-
-    def saved_bytes(self, node: Node, choice: Choice, recompute: Recompute = NOTHING) -> int:
-        """Bytes that an operator pays for as kept for backward."""
-        return self.bytes_of(node, choice, self.decision_graph.blocks.charge(node, recompute))

@@ -439,12 +439,8 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
         )
     levels = read_by_number(plan, assignment.space)
     links = links_of(assignment, used(at_levels(folded, levels), folded), found.schedule)
-    # A block that gathers nothing has nothing to gather again.
-    ways = (
-        level if level != "gathered" or level in link.levels else "none"
-        for link, level in zip(links, levels, strict=True)
-    )
-    savings = [link.levels.index(level) for link, level in zip(links, ways, strict=True)]
+    come_to = (assignment.comes_to(each.kind, level) for each, level in zip(folded.instances, levels, strict=True))
+    savings = [link.levels.index(level) for link, level in zip(links, come_to, strict=True)]
     try:
         cut = cut_of(pipeline, chain_of(links), found.bounds, savings)
         return replace(price(links, pipeline, cut, found.unsharding.prefetch), micro_batches=micro_batches)

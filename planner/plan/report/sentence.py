@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from planner.base.formatting import in_bytes, in_percent, in_seconds
+from planner.base.formatting import GATHERED_AGAIN, in_bytes, in_percent, in_seconds
 from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import MICRO, Axis
 from planner.plan.document.document import Document, PipelinePlan
@@ -171,7 +171,7 @@ def _recomputed(pipeline: PipelinePlan | None, document: Document) -> dict[str, 
     else:
         for block in document.blocks:
             found.update(block.recompute)
-    return {level: count for level, count in found.items() if level != "gathered"}
+    return {level: count for level, count in found.items() if level not in GATHERED_AGAIN}
 
 
 def _offloads(document: Document) -> Iterator[str]:
