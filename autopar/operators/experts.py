@@ -230,9 +230,10 @@ class _Put(torch.autograd.Function):
 
 def _summed(rows: Tensor, slots: Tensor, k: int, tokens: int) -> Tensor:
     """Without atomics: each row has a place of its own before places are summed."""
-    places = rows.new_zeros(tokens * k, rows.shape[-1])
+    size = tokens * k, rows.shape[-1]
+    places = rows.new_empty(size) if len(slots) == tokens * k else rows.new_zeros(size)
     places.index_copy_(0, slots, rows)
-    return places.view(tokens, k, rows.shape[-1]).sum(1)
+    return places if k == 1 else places.view(tokens, k, rows.shape[-1]).sum(1)
 
 
 # --- the operator --------------------------------------------------------------------------------------
