@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autopar.driver.parallelize import parallelize
     from autopar.driver.plan import evaluate, plan
     from autopar.functions.register import register
+    from autopar.tables.embedding_tables import EmbeddingTables
     from autopar.verification.verify import verify
     from planner.base.errors import (
         AutoparError,
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
     )
     from planner.cost.cluster import ClusterSpec
     from planner.plan.plan import Plan
+    from planner.tables.embedding_table import EmbeddingTable
+    from planner.tables.placement import place_tables
 
 _LAZY = {
     "AutoparError": "planner.base.errors",
     "CaptureError": "planner.base.errors",
     "ClusterError": "planner.base.errors",
     "ClusterSpec": "planner.cost.cluster",
+    "EmbeddingTable": "planner.tables.embedding_table",
+    "EmbeddingTables": "autopar.tables.embedding_tables",
     "InfeasibleError": "planner.base.errors",
     "InputError": "planner.base.errors",
     "PinError": "planner.base.errors",
@@ -45,6 +50,7 @@ _LAZY = {
     "export_safetensors": "autopar.checkpoint.export",
     "load_checkpoint": "autopar.checkpoint.load",
     "parallelize": "autopar.driver.parallelize",
+    "place_tables": "planner.tables.placement",
     "plan": "autopar.driver.plan",
     "plan_inputs": "autopar.driver.further",
     "register": "autopar.functions.register",
@@ -57,6 +63,8 @@ __all__ = [
     "CaptureError",
     "ClusterError",
     "ClusterSpec",
+    "EmbeddingTable",
+    "EmbeddingTables",
     "InfeasibleError",
     "InputError",
     "PinError",
@@ -67,6 +75,7 @@ __all__ = [
     "export_safetensors",
     "load_checkpoint",
     "parallelize",
+    "place_tables",
     "plan",
     "plan_inputs",
     "register",

@@ -19,7 +19,8 @@ BEGIN, END = "<!-- rooms: written by docs/rooms.py -->\n", "<!-- end of rooms --
 # Room: left, top, width, height, and what it does in a few words, a line each.
 PLACES: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
     "autopar.driver": (32, 106, 264, 48, ("plan, parallelize: the two recipes",)),
-    "autopar.capture": (32, 178, 264, 48, ("torch.export, then passes",)),
+    "autopar.capture": (32, 178, 126, 48, ("export, then passes",)),
+    "autopar.tables": (170, 178, 126, 48, ("embedding tables",)),
     "autopar.graph": (32, 238, 126, 48, ("programs as values",)),
     "autopar.functions": (170, 238, 126, 48, ("own backwards",)),
     "autopar.emit": (32, 320, 264, 48, ("one local program per block",)),
@@ -55,7 +56,7 @@ PLACES: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
 ARROWS = [
     ("M224 44 V106", "", 0, 0),
     ("M770 44 V194", "", 0, 0),
-    ("M224 154 V178", "", 0, 0),
+    ("M95 154 V178", "", 0, 0),
     ("M296 202 H356 V130 H416", "Graph", 356, 222),
     ("M554 154 V194", "Folded", 582, 179),
     ("M564 272 H692", "Problem", 628, 266),

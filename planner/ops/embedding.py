@@ -59,6 +59,22 @@ def embedding_bag(node: Node, operands: Operands) -> Rule:
     return replace(rule, special={name: each for name, each in special.items() if name in rule.sizes})
 
 
+def embedding_slabs(node: Node, operands: Operands) -> Rule:
+    """``slabs[slab, r, h], indices[b, slab, c], starts[slab, t] -> y[b, slab, t, h]``.
+
+    Slabs hold whole tables: to shard them is to give tables to ranks. Inside a slab rows and features may be sharded,
+    by axes that are left, as those of an embedding bag (:func:`autopar.runtime.layers.row_sharded_slabs`).
+    """
+    ins = [["slab", "r", "h"], ["b", "slab", "c"], ["slab", "t"]]
+    rule = signature(node, operands, ins, [["b", "slab", "t", "h"]], whole=["c", "t"], linear=[{0}])
+    return replace(rule, special={"r": Special()} if "r" in rule.sizes else {})
+
+
+def checked_ids(node: Node, operands: Operands) -> Rule:
+    """``ids[b, c] -> ids[b, c]``; which table the ids of a column are of is told by their number."""
+    return signature(node, operands, [["b", "c"]], [["b", "c"]], whole=["c"])
+
+
 def _saves(node: Node, operands: Operands) -> tuple[str, ...]:
     """Ids and starts; which ids have the maxima, numbers beside the bags; the table, where scales are trained."""
     found = [f"in{place}" for place in range(1, len(operands))]
@@ -69,4 +85,6 @@ def _saves(node: Node, operands: Operands) -> tuple[str, ...]:
 ROWS: dict[str, Row] = {
     **rows("embedding", Row(embedding, saves=("in1",), kernel="embedding", looks_up="rows")),
     "autopar.embedding_bag.default": Row(embedding_bag, saves=_saves, kernel="embedding", looks_up="rows"),
+    "autopar.embedding_slabs.default": Row(embedding_slabs, saves=("in1", "in2"), kernel="embedding", looks_up="rows"),
+    "autopar.checked_ids.default": Row(checked_ids, kernel="copy"),
 }

@@ -17,6 +17,7 @@ ROOMS = {
     "autopar": [
         "graph",
         "functions",
+        "tables",
         "capture",
         "runtime",
         "checkpoint",

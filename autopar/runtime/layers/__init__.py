@@ -16,6 +16,7 @@ from autopar.runtime.layers.classes import gather, one_hot, scatter
 from autopar.runtime.layers.convolution import grouped_convolution
 from autopar.runtime.layers.embedding import vocab_embedding
 from autopar.runtime.layers.embedding_bag import sharded_embedding_bag
+from autopar.runtime.layers.embedding_slabs import row_sharded_slabs
 from autopar.runtime.layers.loss import cross_entropy_loss, nll_loss, partial_mean
 from autopar.runtime.layers.normalization import (
     batch_norm,
@@ -57,6 +58,7 @@ _NLL = LocalForm(nll_loss, {"token_groups": _TOKENS}, takes_op=True)
 LOCAL_FORMS: dict[str, LocalForm] = {
     "aten.embedding.default": LocalForm(vocab_embedding, {"vocab_groups": ("v",)}),
     "autopar.embedding_bag.default": LocalForm(sharded_embedding_bag, {"vocab_groups": ("v",), "id_groups": ("n",)}),
+    "autopar.embedding_slabs.default": LocalForm(row_sharded_slabs, {"row_groups": ("r",)}),
     "aten.cross_entropy_loss.default": LocalForm(
         cross_entropy_loss, {"token_groups": _TOKENS, "vocab_groups": ("v",)}
     ),
@@ -108,6 +110,7 @@ __all__ = [
     "native_batch_norm_no_stats",
     "nll_loss",
     "partial_mean",
+    "row_sharded_slabs",
     "sharded_embedding_bag",
     "vocab_embedding",
 ]

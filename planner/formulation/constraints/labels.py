@@ -129,6 +129,13 @@ LABELS = {
         "attention with it (Transformers: attn_implementation='sdpa'), or leave out 'context'",
         remedy="change the pin or pad the sequence",
     ),
+    "table": Label(
+        at_factors(lambda node, rule: {"slab"} & rule.sizes.keys()),
+        "slabs of embedding tables",
+        missing="shards the slabs of autopar.EmbeddingTables, and the model has none: write its tables with them and "
+        "place them (EmbeddingTables.placed), or leave out 'table'",
+        remedy="place the tables on as many ranks, or change the pin",
+    ),
     "stream": Label(_tokens),
 }
 """``context`` is the query sequence of attention; ``stream`` is the batch and, however attention is written, the

@@ -50,6 +50,7 @@ ROLES = {
         Role("replicate", "batch", "whole"),
         Role("data", "batch", "zero", takes_rest=True, is_tried=True),
         Role("context", "context", "whole"),
+        Role("table", "table", "any", elsewhere="batch"),
         Role("tensor", WEIGHTS, "any", is_tried=True),
     )
 }
