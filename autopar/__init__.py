@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autopar.driver.parallelize import parallelize
     from autopar.driver.plan import evaluate, plan
     from autopar.functions.register import register
+    from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
     from autopar.tables.embedding_tables import EmbeddingTables
     from autopar.verification.verify import verify
     from planner.base.errors import (
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
     )
     from planner.cost.cluster import ClusterSpec
     from planner.plan.plan import Plan
+    from planner.tables.cached_rows import predict_cache
     from planner.tables.embedding_table import EmbeddingTable
     from planner.tables.placement import place_tables
 
 _LAZY = {
     "AutoparError": "planner.base.errors",
+    "CachedEmbeddingBag": "autopar.tables.cached_embedding_bag",
     "CaptureError": "planner.base.errors",
     "ClusterError": "planner.base.errors",
     "ClusterSpec": "planner.cost.cluster",
@@ -53,6 +56,7 @@ _LAZY = {
     "place_tables": "planner.tables.placement",
     "plan": "autopar.driver.plan",
     "plan_inputs": "autopar.driver.further",
+    "predict_cache": "planner.tables.cached_rows",
     "register": "autopar.functions.register",
     "save_checkpoint": "autopar.checkpoint.save",
     "verify": "autopar.verification.verify",
@@ -60,6 +64,7 @@ _LAZY = {
 
 __all__ = [
     "AutoparError",
+    "CachedEmbeddingBag",
     "CaptureError",
     "ClusterError",
     "ClusterSpec",
@@ -78,6 +83,7 @@ __all__ = [
     "place_tables",
     "plan",
     "plan_inputs",
+    "predict_cache",
     "register",
     "save_checkpoint",
     "verify",
