@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from autopar.driver.plan import evaluate, plan
     from autopar.functions.register import register
     from autopar.operators.experts import experts
+    from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
+    from autopar.tables.embedding_tables import EmbeddingTables
     from autopar.verification.verify import verify
     from planner.base.errors import (
         AutoparError,
@@ -31,12 +33,18 @@ if TYPE_CHECKING:
     )
     from planner.cost.cluster import ClusterSpec
     from planner.plan.plan import Plan
+    from planner.tables.cached_rows import predict_cache
+    from planner.tables.embedding_table import EmbeddingTable
+    from planner.tables.placement import place_tables
 
 _LAZY = {
     "AutoparError": "planner.base.errors",
+    "CachedEmbeddingBag": "autopar.tables.cached_embedding_bag",
     "CaptureError": "planner.base.errors",
     "ClusterError": "planner.base.errors",
     "ClusterSpec": "planner.cost.cluster",
+    "EmbeddingTable": "planner.tables.embedding_table",
+    "EmbeddingTables": "autopar.tables.embedding_tables",
     "InfeasibleError": "planner.base.errors",
     "InputError": "planner.base.errors",
     "PinError": "planner.base.errors",
@@ -49,8 +57,10 @@ _LAZY = {
     "export_safetensors": "autopar.checkpoint.export",
     "load_checkpoint": "autopar.checkpoint.load",
     "parallelize": "autopar.driver.parallelize",
+    "place_tables": "planner.tables.placement",
     "plan": "autopar.driver.plan",
     "plan_inputs": "autopar.driver.further",
+    "predict_cache": "planner.tables.cached_rows",
     "register": "autopar.functions.register",
     "save_checkpoint": "autopar.checkpoint.save",
     "verify": "autopar.verification.verify",
@@ -58,9 +68,12 @@ _LAZY = {
 
 __all__ = [
     "AutoparError",
+    "CachedEmbeddingBag",
     "CaptureError",
     "ClusterError",
     "ClusterSpec",
+    "EmbeddingTable",
+    "EmbeddingTables",
     "InfeasibleError",
     "InputError",
     "PinError",
@@ -73,8 +86,10 @@ __all__ = [
     "export_safetensors",
     "load_checkpoint",
     "parallelize",
+    "place_tables",
     "plan",
     "plan_inputs",
+    "predict_cache",
     "register",
     "save_checkpoint",
     "verify",

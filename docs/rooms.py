@@ -19,7 +19,8 @@ BEGIN, END = "<!-- rooms: written by docs/rooms.py -->\n", "<!-- end of rooms --
 # Room: left, top, width, height, and what it does in a few words, a line each.
 PLACES: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
     "autopar.driver": (32, 106, 264, 48, ("plan, parallelize: the two recipes",)),
-    "autopar.capture": (32, 178, 264, 48, ("torch.export, then passes",)),
+    "autopar.capture": (32, 178, 126, 48, ("export, then passes",)),
+    "autopar.tables": (170, 178, 126, 48, ("embedding tables",)),
     "autopar.graph": (32, 238, 80, 48, ("programs",)),
     "autopar.functions": (120, 238, 84, 48, ("backwards",)),
     "autopar.operators": (212, 238, 84, 48, ("experts",)),
@@ -45,8 +46,9 @@ PLACES: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
     ),
     "planner.solve": (692, 248, 140, 68, ("pure optimisation,", "with a proven bound")),
     "planner.analysis": (692, 332, 140, 68, ("simulated step:", "seconds and bytes")),
-    "planner.plan": (416, 456, 276, 66, ("the document: JSON, report,", "timeline, why and why not")),
-    "planner.sizes": (708, 456, 140, 66, ("the same plan", "at other sizes")),
+    "planner.plan": (416, 456, 172, 66, ("the document: JSON, report,", "timeline, why and why not")),
+    "planner.tables": (598, 456, 126, 66, ("embedding tables:", "which rank has which")),
+    "planner.sizes": (734, 456, 114, 66, ("the same plan", "at other sizes")),
     "planner.ops": (416, 588, 132, 66, ("the op table:", "a row per operator")),
     "planner.cost": (566, 588, 132, 66, ("kernels, links,", "calibration")),
     "planner.base": (716, 588, 132, 66, ("errors, units,", "text")),
@@ -55,7 +57,7 @@ PLACES: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
 ARROWS = [
     ("M224 44 V106", "", 0, 0),
     ("M770 44 V194", "", 0, 0),
-    ("M224 154 V178", "", 0, 0),
+    ("M95 154 V178", "", 0, 0),
     ("M296 202 H356 V130 H416", "Graph", 356, 222),
     ("M554 154 V194", "Folded", 582, 179),
     ("M564 272 H692", "Problem", 628, 266),

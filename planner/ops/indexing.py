@@ -1,16 +1,19 @@
 """Operators that read or write parts of a tensor: slices, padding, gathers and scatters.
 
 A dim that is read or written by position is whole; the others pass. Index tensors bring dims of their
-own, which may be sharded: each rank looks up, or adds, its share of the indices.
+own, which may be sharded: each rank looks up, or adds, its share of the indices. Classes are another
+matter, of which a head may have millions: where one element of a dim is read or written for each of the others, as the
+logit of a label is, that dim may be sharded (:mod:`autopar.runtime.layers.classes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 
 from planner.ir.graph import Node, TensorType
-from planner.ops.sharding_rule import Rule
-from planner.ops.signature import Labels, axis, letters, rows, signature, static_ints
+from planner.ops.sharding_rule import Rule, Special
+from planner.ops.signature import Labels, axis, is_floating, letters, rows, signature, static_ints
 from planner.ops.table import Row, RuleOf
 
 Operands = tuple[TensorType, ...]
@@ -94,9 +97,9 @@ def unfold(node: Node, operands: Operands) -> Rule:
 
 
 def one_hot(node: Node, operands: Operands) -> Rule:
-    """A last dim of classes, which is whole."""
+    """A last dim of classes."""
     names = letters(len(operands[0].shape))
-    return signature(node, operands, [names], [[*names, "classes"]], whole=["classes"])
+    return _of_classes(signature(node, operands, [names], [[*names, "classes"]]))
 
 
 def bucketize(node: Node, operands: Operands) -> Rule:
@@ -114,7 +117,7 @@ def index_select(node: Node, operands: Operands) -> Rule:
     return signature(node, operands, [names, index], [found], whole=names[dim : dim + 1], linear=[{0}])
 
 
-def gather(node: Node, operands: Operands) -> Rule:
+def take_along_dim(node: Node, operands: Operands) -> Rule:
     """``index`` has the dims of ``self``, with ``n`` lookups in ``dim``; dims that it reads in part are whole."""
     names = letters(len(operands[0].shape))
     if node["dim"] is None or len(operands[1].shape) != len(names):
@@ -123,18 +126,32 @@ def gather(node: Node, operands: Operands) -> Rule:
     return signature(node, operands, [names, found], [found], whole=dim, linear=[{0}])
 
 
-def scatter(*, adds: bool, linear: Iterable[Collection[int]] = ()) -> RuleOf:
+def gather(node: Node, operands: Operands) -> Rule:
+    """As :func:`take_along_dim`; where one number is read in ``dim`` and that is sharded, ranks leave zeros for what
+    others hold: the result is partial.
+    """
+    if not (_is_one(node, operands) and is_floating(operands[0])):
+        return take_along_dim(node, operands)
+    names = _with_classes(node, operands)
+    found, _ = _looked_up(node, names)
+    return _of_classes(signature(node, operands, [names, found], [found], linear=[{0}]))
+
+
+def scatter(*, adds: bool, one: bool = True, linear: Iterable[Collection[int]] = ()) -> RuleOf:
     """``n`` writes into ``dim`` of ``self``, at ``index``, of a number or of ``src`` (laid out like ``index``).
 
-    Writes that add may be sharded: the sums are partial, ``self`` one of their terms.
+    Writes that add may be sharded: the sums are partial, ``self`` one of their terms. Where there is ``one``, ``dim``
+    may be: each rank writes what falls into its part.
     """
 
     def rule(node: Node, operands: Operands) -> Rule:
-        names = letters(len(operands[0].shape))
+        is_one = one and not adds and _is_one(node, operands, everywhere=True)
+        names = _with_classes(node, operands) if is_one else letters(len(operands[0].shape))
         found, dim = _looked_up(node, names)
         ins = [names, *[found] * (len(operands) - 1)]
-        whole = dim if adds else [*dim, "n"]
-        return signature(node, operands, ins, [names], whole=whole, linear=linear, addends={0} if adds else ())
+        whole = [] if is_one else dim if adds else [*dim, "n"]
+        rule = signature(node, operands, ins, [names], whole=whole, linear=linear, addends={0} if adds else ())
+        return _of_classes(rule) if is_one else rule
 
     return rule
 
@@ -142,6 +159,27 @@ def scatter(*, adds: bool, linear: Iterable[Collection[int]] = ()) -> RuleOf:
 def scatter_value(node: Node, operands: Operands) -> Rule:
     """A number written into ``dim``: linear in the rest if it is 0."""
     return scatter(adds=False, linear=[] if node["value"] else [{0}])(node, operands)
+
+
+def _is_one(node: Node, operands: Operands, *, everywhere: bool = False) -> bool:
+    """Whether one element of the dim is read or written for some, or for each (``everywhere``), of the others."""
+    of, *indices = (tensor.shape for tensor in operands)
+    if not of or len(indices[0]) != len(of) or indices[0][axis(node, len(of))] != 1:
+        return False
+    one = tuple(1 if i == axis(node, len(of)) else size for i, size in enumerate(of))
+    return not everywhere or all(shape == one for shape in indices)
+
+
+def _with_classes(node: Node, operands: Operands) -> list[str]:
+    """Names of the dims of what is indexed; ``dim`` are the classes."""
+    names = letters(len(operands[0].shape))
+    names[axis(node, len(names))] = "classes"
+    return names
+
+
+def _of_classes(rule: Rule) -> Rule:
+    """The rule with a local form where classes are sharded."""
+    return replace(rule, special={"classes": (Special(),)} if "classes" in rule.sizes else {})
 
 
 def _looked_up(node: Node, names: list[str]) -> tuple[list[str], list[str]]:
@@ -249,11 +287,14 @@ ROWS: dict[str, Row] = {
     **rows("one_hot", Row(one_hot)),
     **rows("bucketize.Tensor", Row(bucketize)),
     **rows("index_select", Row(index_select, saves=("in1",), kernel="embedding")),
-    **rows("gather take_along_dim", Row(gather, saves=("in1",), kernel="embedding")),
+    **rows("gather", Row(gather, saves=("in1",), kernel="embedding")),
+    **rows("take_along_dim", Row(take_along_dim, saves=("in1",), kernel="embedding")),
     **rows("scatter.src", Row(scatter(adds=False, linear=[{0, 2}]), saves=("in1",))),
     **rows("scatter.value", Row(scatter_value, saves=("in1",))),
     **rows("scatter_add", Row(scatter(adds=True, linear=[{0, 2}]), saves=("in1",))),
-    **rows("scatter.reduce scatter_reduce.two", Row(scatter(adds=False), saves=("in0", "in1", "in2", "out0"))),
+    **rows(
+        "scatter.reduce scatter_reduce.two", Row(scatter(adds=False, one=False), saves=("in0", "in1", "in2", "out0"))
+    ),
     **rows("index_add", Row(index_add(adds=True), saves=("in1",))),
     **rows("index_copy", Row(index_add(adds=False), saves=("in1",))),
     **rows("index.Tensor _unsafe_index.Tensor", Row(index, saves=_indices, kernel="embedding", looks_up="dims")),

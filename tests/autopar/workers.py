@@ -29,7 +29,13 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.runtime.data.agreement import CALLS, VARIABLE
 from autopar.runtime.host.timeouts import patience
-from autopar.runtime.layers import attention, batch_norm, cross_entropy_loss, vocab_embedding
+from autopar.runtime.layers import (
+    attention,
+    batch_norm,
+    cross_entropy_loss,
+    sharded_embedding_bag,
+    vocab_embedding,
+)
 from autopar.runtime.layers.random import draw
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pipeline.executor import PipelineStep
@@ -1072,6 +1078,20 @@ def layers_compute_the_whole() -> None:
     rows = vocab_embedding(part(weight, 0), ids, vocab_groups=group).detach()
     dist.all_reduce(rows)
     _equal(rows, weight[ids], "embedding")
+    for mode, name in enumerate(("sum", "mean", "max")):
+        whole, local = weight.detach().clone().requires_grad_(), part(weight, 0)
+        bags = torch.nn.functional.embedding_bag(ids.view(3, 3), whole, mode=name)
+        found = sharded_embedding_bag(local, ids.view(3, 3), None, None, mode, -1, False, vocab_groups=group)
+        (bags * bags.detach()).sum().backward()
+        (found * bags.detach()).sum().backward()
+        total = found.detach().clone()
+        if name != "max":
+            dist.all_reduce(total)
+        _equal(total, bags.detach(), f"{name} of bags")
+        _equal(local.grad, whole.grad.chunk(2)[rank], f"gradient of a table under {name}")
+    for beyond in (-1, 12):
+        with pytest.raises(InputError, match=rf"id {beyond} is beyond a table of 12 rows \(0 to 11\)"):
+            vocab_embedding(part(weight, 0), torch.tensor([3, beyond]), vocab_groups=group)
 
     q, k, v = _randn(1, 2, 8, 4), _randn(1, 2, 8, 4), _randn(1, 2, 8, 4)
     whole = aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True)

@@ -1,8 +1,8 @@
-"""Embedding bags: a look-up that adds up, averages or takes maxima of bags becomes the operators that it is made of.
+"""Embedding bags: each look-up that adds up, averages or takes maxima of bags becomes one operator with one result.
 
-As one operator it returns three tensors more, whose shapes depend on the kernel, and its bags are told by offsets into
-all ids. Taken apart, it is a look-up as any other: its table is sharded along vocabulary or features, and bags of one
-size, as ``nn.EmbeddingBag`` makes them of a matrix of ids, along the batch.
+Torch's returns three tensors more, whose shapes depend on the kernel, and always has its bags one behind the other.
+Bags of one size, as ``nn.EmbeddingBag`` makes them of a matrix of ids, become the rows of a matrix again, so that they
+are sharded along the batch as its ids are.
 """
 
 from __future__ import annotations
@@ -16,51 +16,43 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from autopar.capture.constant_propagation import evaluate
+from autopar.graph.embedding_bag import embedding_bag
+from autopar.graph.program import module_path
+from planner.base.errors import CaptureError
 
 aten = torch.ops.aten
-SUM, MEAN, MAX = range(3)
+SPARSE = {aten.embedding.default: 4, aten.embedding_bag.padding_idx: 5}
+"""Which argument of a look-up asks for sparse gradients."""
 
 
 def embedding_bags(exported: ExportedProgram) -> ExportedProgram:
-    """Take embedding bags apart; maxima of bags of several sizes, or of some ids of a bag, are left as they are."""
+    """Put the operator in.
+
+    Raises:
+        CaptureError: something other than the bags is read, or a table, also of an embedding, has sparse gradients.
+    """
     graph = exported.graph
+    for node in graph.nodes:
+        if SPARSE.get(node.target) in range(len(node.args)) and node.args[SPARSE[node.target]]:
+            raise CaptureError(
+                f"the gradient of the table in {module_path(node) or 'the model'} is sparse, and ranks add up dense "
+                "ones: make its module with sparse=False"
+            )
     bags = [n for n in graph.nodes if n.op == "call_function" and n.target is aten.embedding_bag.padding_idx]
     constants = evaluate(graph, [node.args[2] for node in bags], {})
     for node in bags:
-        offsets = constants.small.get(constants.first[node.args[2]])
         used = {user.args[1]: user for user in node.users if user.target is operator.getitem and user.users}
-        size = _size(node, offsets)
-        if used.keys() != {0}:
-            continue
-        if node.args[4] == MAX and (size is None or _padding(node) is not None):
-            _without_end(graph, node)
-            continue
+        if used.keys() - {0}:
+            raise CaptureError(f"module {module_path(node) or '(root)'} reads more of an embedding bag than its bags")
+        offsets = constants.small.get(constants.first[node.args[2]])
         with graph.inserting_before(node):
-            result = _apart(graph, node, size)
-        used[0].replace_all_uses_with(result)
+            result = _one_result(graph, node, _size(node, offsets))
+        if used:
+            used[0].replace_all_uses_with(result)
         for user in list(node.users):
             graph.erase_node(user)
         graph.erase_node(node)
     return exported
-
-
-def _without_end(graph: fx.Graph, node: fx.Node) -> None:
-    """Leave out the last offset, where it is that of no bag: kernels and shapes know it differently."""
-    weight, ids, starts, *options = node.args
-    if not options[4]:
-        return
-    assert isinstance(starts, fx.Node)
-    with graph.inserting_before(node):
-        begins = graph.call_function(aten.slice.Tensor, (starts, 0, 0, starts.meta["val"].shape[0] - 1))
-    begins.meta = {**node.meta, "val": starts.meta["val"][:-1]}
-    node.args = (weight, ids, begins, *options[:4], False, *options[5:])
-    node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))  # type: ignore[operator]
-
-
-def _padding(node: fx.Node) -> int | None:
-    """The id that is left out of bags."""
-    padding: Any = node.args[8]
-    return padding if padding is None or padding >= 0 else padding + node.args[0].meta["val"].shape[0]  # type: ignore[union-attr]
 
 
 def _size(node: fx.Node, offsets: torch.Tensor | None) -> int | None:
@@ -73,45 +65,24 @@ def _size(node: fx.Node, offsets: torch.Tensor | None) -> int | None:
     return size if torch.equal(offsets.flatten(), torch.arange(starts) * size) else None
 
 
-def _apart(graph: fx.Graph, node: fx.Node, size: int | None) -> fx.Node:
-    """The bags of a look-up, ``[bags, features]``."""
-    weight, ids, starts, by_frequency, mode, sparse, weights, has_end, _ = node.args
-    padding = _padding(node)
+def _one_result(graph: fx.Graph, node: fx.Node, size: int | None) -> fx.Node:
+    """The call of the operator, behind what its arguments take."""
+    weight, ids, starts, by_frequency, mode, _, scales, has_end, padding = node.args
+    bags = starts.meta["val"].shape[0] - bool(has_end)  # type: ignore[union-attr]
 
     def call(op: Callable[..., Any], *args: Any) -> fx.Node:
         made = graph.call_function(op, args)
         made.meta = {**node.meta, "val": op(*fx.node.map_arg(args, lambda n: n.meta["val"]))}
         return made
 
-    found = call(aten.embedding.default, weight, ids, -1 if padding is None else padding, by_frequency, sparse)
-    dtype, features = found.meta["val"].dtype, found.meta["val"].shape[1]
-    kept = None if padding is None else call(aten.to.dtype, call(aten.ne.Scalar, ids, padding), dtype)
-    for scale in (weights, kept):
-        if scale is not None:
-            found = call(aten.mul.Tensor, found, call(aten.unsqueeze.default, scale, 1))
-    bags = starts.meta["val"].shape[0] - bool(has_end)  # type: ignore[union-attr]
+    begins: fx.Node | None = None
     if size is not None:
-
-        def in_bags(values: fx.Node, *rest: int) -> fx.Node:
-            return call(aten.view.default, values, [bags, size, *rest])
-
-        if mode == MAX:
-            return call(operator.getitem, call(aten.max.dim, in_bags(found, features), 1), 0)
-        if mode == MEAN and kept is None:
-            return call(aten.mean.dim, in_bags(found, features), [1])
-        total = call(aten.sum.dim_IntList, in_bags(found, features), [1])
-        counts = call(aten.sum.dim_IntList, in_bags(kept), [1]) if mode == MEAN and kept is not None else None
-    else:
-        begins = call(aten.slice.Tensor, starts, 0, 0, bags)
-        places = call(aten.cumsum.default, call(aten.ones_like.default, ids), 0)  # from 1: begins before are its bag's
-        bag = call(aten.sub.Tensor, call(aten.bucketize.Tensor, places, begins), 1)
-
-        def in_bags(values: fx.Node, *rest: int) -> fx.Node:
-            return call(aten.index_add.default, call(aten.new_zeros.default, values, [bags, *rest]), 0, bag, values)
-
-        total = in_bags(found, features)
-        ones = kept or call(aten.new_ones.default, found, [ids.meta["val"].shape[0]])  # type: ignore[union-attr]
-        counts = in_bags(ones) if mode == MEAN else None
-    if counts is None:
-        return total
-    return call(aten.div.Tensor, total, call(aten.unsqueeze.default, call(aten.clamp_min.default, counts, 1), 1))
+        ids = call(aten.view.default, ids, [bags, size])
+        scales = None if scales is None else call(aten.view.default, scales, [bags, size])
+    else:  # the last offset may be that of no bag
+        begins = call(aten.slice.Tensor, starts, 0, 0, bags) if has_end else starts  # type: ignore[assignment]
+    if padding is None:
+        padding = -1
+    elif padding < 0:  # type: ignore[operator]
+        padding += weight.meta["val"].shape[0]  # type: ignore[union-attr]
+    return call(embedding_bag, weight, ids, begins, scales, mode, padding, by_frequency)

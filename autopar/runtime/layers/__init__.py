@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.runtime.layers.attention import attention
+from autopar.runtime.layers.classes import gather, one_hot, scatter
 from autopar.runtime.layers.convolution import grouped_convolution
 from autopar.runtime.layers.embedding import vocab_embedding
+from autopar.runtime.layers.embedding_bag import sharded_embedding_bag
+from autopar.runtime.layers.embedding_slabs import row_sharded_slabs
 from autopar.runtime.layers.experts import experts
 from autopar.runtime.layers.loss import cross_entropy_loss, nll_loss, partial_mean
 from autopar.runtime.layers.normalization import (
@@ -51,6 +54,7 @@ class LocalForm:
 
 
 _TOKENS = ("t", "d1", "d2", "d3")
+_CLASSES = {"class_groups": ("classes",)}
 _BATCH = {"batch_groups": ("n",)}
 _GROUPED = LocalForm(grouped_convolution, {"channel_groups": ("g",)}, takes_op=True)
 _MEAN = LocalForm(partial_mean, {"contracted_groups": (CONTRACTED,)}, takes_op=True)
@@ -58,9 +62,15 @@ _NLL = LocalForm(nll_loss, {"token_groups": _TOKENS}, takes_op=True)
 
 LOCAL_FORMS: dict[str, LocalForm] = {
     "aten.embedding.default": LocalForm(vocab_embedding, {"vocab_groups": ("v",)}),
+    "autopar.embedding_bag.default": LocalForm(sharded_embedding_bag, {"vocab_groups": ("v",), "id_groups": ("n",)}),
+    "autopar.embedding_slabs.default": LocalForm(row_sharded_slabs, {"row_groups": ("r",)}),
     "aten.cross_entropy_loss.default": LocalForm(
         cross_entropy_loss, {"token_groups": _TOKENS, "vocab_groups": ("v",)}
     ),
+    "aten.one_hot.default": LocalForm(one_hot, _CLASSES),
+    "aten.gather.default": LocalForm(gather, _CLASSES, takes_op=True),
+    "aten.scatter.src": LocalForm(scatter, _CLASSES, takes_op=True),
+    "aten.scatter.value": LocalForm(scatter, _CLASSES, takes_op=True),
     "aten.scaled_dot_product_attention.default": LocalForm(
         attention, {"query_groups": ("query",)}, strips={"query_groups": "query_strips"}
     ),
@@ -113,5 +123,7 @@ __all__ = [
     "native_batch_norm_no_stats",
     "nll_loss",
     "partial_mean",
+    "row_sharded_slabs",
+    "sharded_embedding_bag",
     "vocab_embedding",
 ]

@@ -9,11 +9,11 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-import torch.distributed._functional_collectives as funcol
 from spmd_types import I, R, V
 from torch import Tensor
 from torch._ops import OpOverload
 
+from autopar.runtime.layers.collectives import all_reduce
 from autopar.runtime.spmd.rank_index import (
     Groups,
     GroupsOrMicroBatches,
@@ -192,11 +192,11 @@ class _VocabCrossEntropy(torch.autograd.Function):
         mine = (local >= 0) & (local < columns) & (target != ignore_index)
         column = local.masked_fill(~mine, 0).unsqueeze(-1)
 
-        largest = _all_reduce(logits.detach().amax(-1).to(wide), "max", groups)
+        largest = all_reduce(logits.detach().amax(-1).to(wide), "max", groups)
         shifted = logits.to(wide) - largest.unsqueeze(-1)
         picked = shifted.gather(-1, column).squeeze(-1).masked_fill(~mine, 0)
         logit_sum = [shifted.sum(-1)] if smoothing else []
-        sums = _all_reduce(torch.stack([shifted.exp_().sum(-1), picked, *logit_sum]), "sum", groups)
+        sums = all_reduce(torch.stack([shifted.exp_().sum(-1), picked, *logit_sum]), "sum", groups)
 
         log_sum = sums[0].log()
         losses = (1 - smoothing) * (log_sum - sums[1])
@@ -224,9 +224,3 @@ class _VocabCrossEntropy(torch.autograd.Function):
         found *= grad
         found.scatter_add_(-1, column, (-(1 - ctx.smoothing) * grad).masked_fill(~mine.unsqueeze(-1), 0))
         return found.to(logits.dtype), None, None, None, None, None
-
-
-def _all_reduce(tensor: Tensor, kind: str, groups: Groups) -> Tensor:
-    for group in groups:
-        tensor = funcol.wait_tensor(funcol.all_reduce(tensor.contiguous(), kind, group))
-    return tensor

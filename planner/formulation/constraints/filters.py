@@ -66,6 +66,7 @@ def filters(
         _check_recipe(graph, mesh, dims)
         _check_weights(pins, mesh, rules, weighted)
     _check_layers(pins, graph, rules, mesh)
+    pinned = {glob: {node.name for node in _pinned(graph, glob)} for glob in pins.layers}
     check_zero(pins.zero, graph)
 
     def labelled(node: Node, strategy: AxisStrategy, labels: Labels) -> bool:
@@ -84,9 +85,7 @@ def filters(
 
     def allow(node: Node, axis: int, strategy: AxisStrategy) -> bool:
         for glob, wanted in pins.layers.items():
-            row = OPS.get(node.op)
-            contracts = row is not None and row.contracts
-            if contracts and names[axis] in wanted and fnmatch.fnmatchcase(node.path, glob):
+            if node.name in pinned[glob] and names[axis] in wanted:
                 return str(strategy) == wanted[names[axis]]
         role, size = roles[axis], mesh.axes[axis].size
         if names[axis] == MICRO:
@@ -187,6 +186,14 @@ def _check_recipe(graph: Graph, mesh: Mesh, dims: Mapping[str, Labels]) -> None:
             )
 
 
+def _pinned(graph: Graph, glob: str) -> list[Node]:
+    """The operators that a pin by module is about: matrix products, or, where there are none, look-ups in tables."""
+    nodes = [node for node in graph.nodes if not node.is_leaf and fnmatch.fnmatchcase(node.path, glob)]
+    rows = [(node, row) for node in nodes if (row := OPS.get(node.op)) is not None]
+    products = [node for node, row in rows if row.contracts]
+    return products or [node for node, row in rows if row.looks_up == "rows"]
+
+
 def _check_layers(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> None:
     """Refuse pins by module that pin nothing: no such module, axis or strategy, or a size that does not divide."""
     for glob, wanted in pins.layers.items():
@@ -197,9 +204,11 @@ def _check_layers(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mes
             names = near or paths[:3]
             hint = f"; {'close' if near else 'there'} are: {', '.join(map(repr, names))}" if names else ""
             raise PinError(f"pin 'layers': no module matches {glob!r}{hint}")
-        products = [node for node in nodes if (row := OPS.get(node.op)) and row.contracts]
+        products = _pinned(graph, glob)
         if not products:
-            raise PinError(f"pin 'layers': {glob!r} holds no matrix product, and only these can be pinned")
+            raise PinError(
+                f"pin 'layers': {glob!r} holds no matrix product and no look-up, and only these can be pinned"
+            )
         for name, strategy in wanted.items():
             if name not in mesh.names:
                 if pins.sizes or name not in FREE_AXES:

@@ -139,6 +139,13 @@ LABELS = {
         "leave out 'expert'",
         remedy="change the pin",
     ),
+    "table": Label(
+        at_factors(lambda node, rule: {"slab"} & rule.sizes.keys()),
+        "slabs of embedding tables",
+        missing="shards the slabs of autopar.EmbeddingTables, and the model has none: write its tables with them and "
+        "place them (EmbeddingTables.placed), or leave out 'table'",
+        remedy="place the tables on as many ranks, or change the pin",
+    ),
     "stream": Label(_tokens),
 }
 """``context`` is the query sequence of attention, ``expert`` what experts are stacked along; ``stream`` is the batch

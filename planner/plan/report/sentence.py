@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from planner.base.formatting import GATHERED_AGAIN, in_bytes, in_percent, in_seconds
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.labels import LABELS
 from planner.ir.layout import MICRO, Axis
 from planner.plan.document.document import Document, PipelinePlan
 
@@ -25,6 +26,8 @@ SCHEDULES = {
 }
 WEIGHS = 0.02
 """Part of a step from which on it is said what it is lost to."""
+LOOKED_UP = ("vocabulary", "features", LABELS["table"].word)
+"""Words for look-ups of which each rank of an axis has some rows, features or tables."""
 WHOLE = ("whole", "terms")
 """Words for operators of which an axis shards nothing, by themselves."""
 
@@ -62,11 +65,14 @@ def _stages(document: Document) -> Iterator[str]:
 
 def _axes(document: Document) -> Iterator[str]:
     """What the axes divide, from neighbours outwards: first what needs the fastest links."""
-    axes, work, whole = document.mesh.axes, _work(document), _stored_whole(document)
+    axes, work, tables = document.mesh.axes, _work(document), _tables(document)
+    whole = _stored_whole(document, tables)
     kinds = {at: _kind(axis, work[at]) for at, axis in enumerate(axes) if axis.size > 1 and axis.name != MICRO}
     is_sharded = any(kind == "data" and not whole[at] for at, kind in kinds.items())
     places: dict[tuple[str, str], list[str]] = {}
     for at, kind in reversed([*kinds.items()]):
+        if kind == "data" and tables[at]:
+            places.setdefault(("shards embedding tables", ""), []).append(f"over {_place(document, axes, at)}")
         if kind == "data" and not whole[at]:
             what = "shards parameters", f" ({_fsdp(document)})"
         elif kind == "data":
@@ -105,14 +111,30 @@ def _kind(axis: Axis, work: Mapping[str, int]) -> str:
     return kind if shares[kind] else "idle"
 
 
-def _stored_whole(document: Document) -> list[bool]:
-    """Whether most elements of parameters are stored whole on each axis; without details, most parameters."""
+def _tables(document: Document) -> list[set[str]]:
+    """For every axis, the parameters of which its ranks look up different rows or features."""
+    found: list[set[str]] = [set() for _ in document.mesh.axes]
+    for block in document.account.blocks:
+        for op in block.ops.values():
+            for names, word in zip(found, op.meaning, strict=True):
+                if word in LOOKED_UP:
+                    names.update(op.parameters)
+    return found
+
+
+def _stored_whole(document: Document, tables: list[set[str]]) -> list[bool]:
+    """Whether most elements of parameters are stored whole on each axis; without details, most parameters.
+
+    Those of which the ranks of an axis look up different parts are not counted there.
+    """
     sharded, whole = ([0] * len(document.mesh.axes) for _ in range(2))
     for name, layout in document.parameters.items():
         leaf, numel = document.account.leaves.get(name), 1
         for size in () if leaf is None else (leaf.count, *leaf.shape):
             numel *= size
         for at, local_type in enumerate(layout.split()):
+            if name in tables[at]:
+                continue
             (sharded if local_type.startswith("S") else whole)[at] += numel
     return [mine >= theirs for mine, theirs in zip(whole, sharded, strict=True)]
 

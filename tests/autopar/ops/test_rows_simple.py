@@ -411,7 +411,15 @@ def global_mean(strategy: AxisStrategy, ranks: list[Args]) -> list[Any] | None:
     return [mean(**args) / len(ranks) for args in ranks] if partial else None
 
 
-LOCAL_FORMS: dict[str, LocalForm] = {"mean": global_mean, "mean.dim": global_mean}
+def own_classes(strategy: AxisStrategy, ranks: list[Args]) -> list[Any] | None:
+    """The local form of one-hot rows: the columns of this rank's classes."""
+    if strategy.factor != "classes":
+        return None
+    wholes = [torch.ops.aten.one_hot.default(**args) for args in ranks]
+    return [whole.chunk(len(ranks), -1)[rank] for rank, whole in enumerate(wholes)]
+
+
+LOCAL_FORMS: dict[str, LocalForm] = {"mean": global_mean, "mean.dim": global_mean, "one_hot": own_classes}
 
 # What these hold is whatever was there.
 UNINITIALISED = {

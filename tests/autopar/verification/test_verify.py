@@ -393,7 +393,7 @@ class Sparse(nn.Module):
         (Explodes(), "KeyError: 'not in backward'", "give example inputs"),
         (Explodes(math.inf), "Explodes's loss is inf on this batch", "give example inputs"),
         (Locked(), "Locked cannot be copied (TypeError: cannot pickle '_thread.lock' object)", "__deepcopy__"),
-        (Sparse(), "the gradient of table.weight is sparse", "sparse=False"),
+        (Sparse(), "the gradient of the table in table is sparse", "sparse=False"),
     ],
     ids=["backward fails", "infinite loss", "no copy", "sparse gradient"],
 )

@@ -1,0 +1,309 @@
+"""An embedding bag whose table has its home on the host, or on disk, and on the device only the rows that are hot.
+
+A row is one piece of memory: its weights, and what the optimizer keeps of them. Before a look-up the rows that are
+missing are fetched, in place of those that are looked up least often; rows that were updated are written back when they
+leave.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autopar.graph.embedding_slabs import checked_ids
+from autopar.tables.row_optimizers import ROW_OPTIMIZERS, Name
+from planner.base.errors import InputError
+from planner.tables.cached_rows import CachePrediction, predict_cache
+from planner.tables.embedding_table import EmbeddingTable
+
+ABSENT = -1
+PIECE = 2**18
+"""Rows that are initialised at a time."""
+
+
+@dataclass
+class MovedRows:
+    """Distinct rows of all look-ups so far.
+
+    Attributes:
+        looked_up: of each batch, added up.
+        fetched: of these, that were not on the device.
+        written_back: rows that had been updated when they left.
+    """
+
+    looked_up: int = 0
+    fetched: int = 0
+    written_back: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of looked-up rows that were on the device."""
+        return 1 - self.fetched / self.looked_up if self.looked_up else 1.0
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """A look-up until the next step: the slots of its rows, and a copy of the rows, which gets their gradient."""
+
+    slots: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class _Fetching:
+    """Rows that are on their way, as they are at home."""
+
+    rows: Tensor
+    values: Future[Tensor]
+
+
+class CachedEmbeddingBag(nn.Module):
+    """``nn.EmbeddingBag`` that trains its own rows: :meth:`step` after backward takes the place of an optimizer's.
+
+    It runs in one process, beside what a plan runs, and not in a captured model.
+
+    Attributes:
+        table: sizes; its histogram says which rows are hot. Without one they are those that were looked up most often.
+        capacity: rows that the device holds.
+        mode: how bags are pooled.
+        options: of the optimizer.
+        moved: how many rows were looked up and moved.
+    """
+
+    def __init__(
+        self,
+        table: EmbeddingTable,
+        capacity: int,
+        *,
+        optimizer: Name = "adagrad",
+        mode: str = "sum",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        path: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ):
+        """``path``: a file, made or written over, in which the table has its home; ``options``: of the optimizer."""
+        super().__init__()
+        if optimizer not in ROW_OPTIMIZERS:
+            raise InputError(f"there is no optimizer {optimizer!r} of rows; there are: {', '.join(ROW_OPTIMIZERS)}")
+        self._optimizer = ROW_OPTIMIZERS[optimizer]
+        if unknown := options.keys() - self._optimizer.defaults.keys():
+            known = ", ".join(self._optimizer.defaults)
+            raise InputError(f"{optimizer} has no option {min(unknown)!r}; it has: {known}")
+        if not 0 < capacity <= table.rows:
+            raise InputError(
+                f"table {table.name!r} has {table.rows} rows, of which a device holds 1 to {table.rows}, not {capacity}"
+            )
+        self.table, self.capacity, self.mode = table, capacity, mode
+        self.options = {**self._optimizer.defaults, **options}
+        self.moved = MovedRows()
+        widths = (table.features, *self._optimizer.widths(table.features))
+        self._columns = [slice(*pair) for pair in pairwise(accumulate(widths, initial=0))]
+        shape = table.rows, sum(widths)
+        if path is None:
+            self._home = torch.empty(shape, dtype=dtype)
+        else:
+            size = shape[0] * shape[1]
+            self._home = torch.from_file(os.fspath(path), shared=True, size=size, dtype=dtype).view(shape)
+        self._cache = torch.zeros(capacity, shape[1], dtype=dtype, device=device)
+        self._slot_of = torch.full((table.rows,), ABSENT)
+        self._row_in = torch.full((capacity,), ABSENT)
+        self._is_updated = torch.zeros(capacity, dtype=torch.bool)
+        self._is_counted = table.histogram is None
+        self._frequency = torch.zeros(table.rows, dtype=torch.float64)
+        self._steps = 0
+        self._looked: list[_Looked] = []
+        self._fetching: _Fetching | None = None
+        if not self._is_counted:
+            self._frequency += torch.from_numpy(table.frequencies())
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As ``nn.EmbeddingBag`` does, with a new optimizer state."""
+        features = self._columns[0]
+        for first in range(0, self.table.rows, PIECE):
+            self._home[first : first + PIECE, features].normal_()
+            self._home[first : first + PIECE, features.stop :] = 0
+        self._begin()
+
+    @torch.no_grad()
+    def load_weight(self, weight: Tensor) -> None:
+        """Take over the weights ``[rows, features]`` of a table, with a new optimizer state."""
+        self._home[:, self._columns[0]] = weight
+        self._home[:, self._columns[0].stop :] = 0
+        self._begin()
+
+    def _begin(self, steps: int = 0) -> None:
+        """Put the hottest rows on the device, where a histogram says which these are."""
+        self._looked, self._fetching, self._steps = [], None, steps
+        self._slot_of.fill_(ABSENT)
+        self._row_in.fill_(ABSENT)
+        self._is_updated.zero_()
+        if not self._is_counted:
+            rows = self._frequency.sort(descending=True, stable=True).indices[: self.capacity]
+            self._put(rows, torch.arange(self.capacity), self._home[rows])
+
+    @property
+    def weight(self) -> Tensor:
+        """All weights ``[rows, features]``, as they are at home after :meth:`write_back`."""
+        self.write_back()
+        return self._home[:, self._columns[0]]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The table with the optimizer's state, for ``state_dict``."""
+        self.write_back()
+        return {"rows": self._home, "steps": self._steps}
+
+    @torch.no_grad()
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`get_extra_state` gave, of a table of this size and optimizer."""
+        self._home.copy_(state["rows"])
+        self._begin(state["steps"])
+
+    def predict(self, batch: int) -> CachePrediction:
+        """What batches of so many samples are expected to move, by the histogram."""
+        kept = self._home.shape[1] / self.table.features - 1
+        return predict_cache(self.table, self.capacity, batch, kept)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``ids[b, pooling]`` -> bags ``[b, features]`` on the cache's device."""
+        rows, inverse = self._distinct(ids)
+        if self._is_counted:
+            self._frequency[rows] += torch.bincount(inverse.flatten(), minlength=len(rows))
+        slots = self._resident(rows).to(self._cache.device)
+        values = self._cache[slots, self._columns[0]].requires_grad_(torch.is_grad_enabled())
+        if values.requires_grad:
+            self._looked.append(_Looked(slots, values))
+        return F.embedding_bag(inverse.to(self._cache.device), values, mode=self.mode)
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Read the rows that the next batch misses from home, on a thread, while this one computes.
+
+        Call it between the look-ups of both.
+        """
+        rows, _ = self._distinct(ids)
+        missing = rows[self._slot_of[rows] == ABSENT]
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"rows of {self.table.name}")
+        self._fetching = _Fetching(missing, thread.submit(self._home.__getitem__, missing))
+        thread.shutdown(wait=False)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the rows that were looked up since the last step, and got gradients, by these."""
+        looked = [(each.slots, each.rows.grad) for each in self._looked if each.rows.grad is not None]
+        self._looked = []
+        if not looked:
+            return
+        self._steps += 1
+        slots, grad = looked[0]
+        if len(looked) > 1:
+            slots, inverse = torch.unique(torch.cat([slots for slots, _ in looked]), return_inverse=True)
+            grad = grad.new_zeros(len(slots), self.table.features)
+            for (_, term), places in zip(looked, inverse.split([len(term) for _, term in looked]), strict=True):
+                grad.index_add_(0, places, term)
+        rows = self._cache[slots]
+        weight, *state = (rows[:, columns] for columns in self._columns)
+        self._optimizer.update(weight, tuple(state), grad, self._steps, self.options)
+        self._cache[slots] = rows
+        self._is_updated[slots.cpu()] = True
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Bring the home up to date; rows stay on the device."""
+        self._write(self._is_updated.nonzero().flatten())
+
+    # ---- rows on the device ------------------------------------------------------------------------------------------
+
+    def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of some ids, each once, on the host; and for each id which of them."""
+        if isinstance(ids, FakeTensor):
+            raise InputError(
+                f"table {self.table.name!r} is cached, and moves rows between look-ups, which no graph holds: look up "
+                "outside of the model, and give it the bags as inputs"
+            )
+        name, pooling = self.table.name, self.table.pooling
+        if ids.dim() != 2 or ids.shape[1] != pooling:
+            raise InputError(f"table {name!r} takes ids [batch, {pooling}], not {list(ids.shape)}")
+        checked = checked_ids(ids.cpu(), [name], [self.table.rows], [pooling])
+        rows, inverse = torch.unique(checked, return_inverse=True)
+        return rows, inverse
+
+    @torch.no_grad()
+    def _resident(self, rows: Tensor) -> Tensor:
+        """The slots of some rows, after those that are missing have been fetched.
+
+        Raises:
+            InputError: they are too many, by themselves or with those that wait for a step.
+        """
+        slots = self._slot_of[rows]
+        is_missing = slots == ABSENT
+        missing = rows[is_missing]
+        self.moved.looked_up += len(rows)
+        self.moved.fetched += len(missing)
+        held = torch.zeros(self.capacity, dtype=torch.bool)
+        held[slots[~is_missing]] = True
+        for each in self._looked:
+            held[each.slots.cpu()] = True
+        room = self.capacity - int(held.sum())
+        if len(missing) > room:
+            waiting = f", {self.capacity - room} of them for rows of look-ups that wait for step()" * bool(self._looked)
+            raise InputError(
+                f"a batch looks up {len(rows)} distinct rows of table {self.table.name!r}, and its cache holds "
+                f"{self.capacity}{waiting}: give it more rows, or take smaller batches"
+            )
+        fetched = self._fetched(missing)
+        free = self._slots_to_free(held, len(missing))
+        leaving = free[self._row_in[free] != ABSENT]
+        self.moved.written_back += int(self._is_updated[leaving].sum())
+        self._write(leaving[self._is_updated[leaving]])
+        self._slot_of[self._row_in[leaving]] = ABSENT
+        self._put(missing, free, fetched)
+        return self._slot_of[rows]
+
+    def _fetched(self, missing: Tensor) -> Tensor:
+        """Rows as they are at home, as far as they have been fetched from there.
+
+        What is fetched was not on the device, and is at home as it was: only a look-up brings rows to the device, and
+        ends what is on its way.
+        """
+        fetching, self._fetching = self._fetching, None
+        if fetching is None:
+            return self._home[missing]
+        values = fetching.values.result()
+        if torch.equal(fetching.rows, missing):
+            return values
+        found = torch.isin(missing, fetching.rows)
+        fetched = self._home.new_empty(len(missing), self._home.shape[1])
+        fetched[found] = values[torch.isin(fetching.rows, missing)]
+        fetched[~found] = self._home[missing[~found]]
+        return fetched
+
+    def _slots_to_free(self, held: Tensor, count: int) -> Tensor:
+        """Slots of the rows that are looked up least often, empty ones first, but for those that are held.
+
+        Of rows that are looked up equally often the last one goes.
+        """
+        rows = self._row_in
+        frequency = torch.where(rows == ABSENT, -1.0, self._frequency[rows.clamp_min(0)])
+        candidates = (~held).nonzero().flatten()
+        by_row = candidates[rows[candidates].sort(descending=True, stable=True).indices]
+        return by_row[frequency[by_row].sort(stable=True).indices][:count]
+
+    def _put(self, rows: Tensor, slots: Tensor, values: Tensor) -> None:
+        self._cache[slots.to(self._cache.device)] = values.to(self._cache.device)
+        self._slot_of[rows], self._row_in[slots] = slots, rows
+        self._is_updated[slots] = False
+
+    def _write(self, slots: Tensor) -> None:
+        """Rows to their home, which is then up to date with them."""
+        self._home[self._row_in[slots]] = self._cache[slots.to(self._cache.device)].cpu()
+        self._is_updated[slots] = False

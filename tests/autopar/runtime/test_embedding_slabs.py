@@ -1,0 +1,58 @@
+"""Slabs of embedding tables: against plain look-ups, and on simulated ranks against the whole operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.graph.embedding_slabs import checked_ids, embedding_slabs
+from planner.base.errors import InputError
+from tests.autopar.ops.test_rows_heavy import check_mechanical
+from tests.autopar.runtime.test_layers import check_layer, randn
+
+SAMPLES, SLABS, ROWS, FEATURES = 4, 4, 8, 8
+STARTS = torch.tensor([[0, 2, 3], [0, 1, 5], [0, 5, 5], [0, 0, 0]])
+"""Of five ids; the last bags of the third slab, and the first ones of the fourth, are empty."""
+
+
+def slabs() -> tuple[Tensor, Tensor, Tensor]:
+    """With ids of the last row, which stands for nothing."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, ROWS - 1, (SAMPLES, SLABS, 5))
+    ids[:, 0, -1] = ids[0, 1] = ROWS - 1
+    return randn(SLABS, ROWS, FEATURES), ids, STARTS
+
+
+def test_it_adds_up_rows_by_bag() -> None:
+    tables, ids, starts = slabs()
+    found = embedding_slabs(tables, ids, starts)
+    for sample in range(SAMPLES):
+        for slab in range(SLABS):
+            ends = [*starts[slab, 1:].tolist(), 5]
+            for bag, (start, end) in enumerate(zip(starts[slab].tolist(), ends, strict=True)):
+                rows = [row for row in ids[sample, slab, start:end].tolist() if row != ROWS - 1]
+                wanted = tables[slab, rows].sum(0)
+                torch.testing.assert_close(found[sample, slab, bag], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_of_the_op_table() -> None:
+    assert check_mechanical(embedding_slabs, *slabs()) == {"b", "slab", "h"}
+    ids = torch.randint(0, 3, (SAMPLES, 2))
+    assert check_mechanical(checked_ids, ids, ["a", "b"], [3, 4], [1, 1]) == {"b"}
+
+
+@pytest.mark.parametrize("sizes, factors", [((2,), ["r"]), ((4,), ["r"]), ((2, 2), ["r", "r"]), ((2, 2), ["slab", "r"]),
+                                            ((2, 2), ["b", "r"]), ((2, 2), ["r", "h"])])  # fmt: skip
+def test_sharded_rows(sizes: Any, factors: list[str]) -> None:
+    check_layer(embedding_slabs, slabs(), sizes, factors)
+
+
+@pytest.mark.parametrize("value", [-1, 3])
+def test_an_id_beyond_its_table_is_named(value: int) -> None:
+    ids = torch.zeros(4, 2, dtype=torch.long)
+    ids[2, 1] = value
+    with pytest.raises(InputError, match=rf"sample 2 looks up id {value} in table 'item', which has 3 rows \(0 to 2\)"):
+        checked_ids(ids, ["user", "item"], [9, 3], [1, 1])

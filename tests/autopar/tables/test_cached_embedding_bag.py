@@ -1,0 +1,238 @@
+"""Cached tables: the same bits as a plain embedding bag, and the rows moved that a simulation moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
+from autopar.tables.row_optimizers import ROW_OPTIMIZERS
+from planner.base.errors import InputError
+from planner.cost.cluster import ClusterSpec
+from planner.tables.cached_rows import predict_cache
+from planner.tables.embedding_table import EmbeddingTable
+
+ROWS, FEATURES, POOLING, SAMPLES, CAPACITY, BATCHES = 2000, 8, 5, 32, 220, 200
+ZIPF = 1 / np.arange(1, ROWS + 1) ** 1.1
+
+
+def histogram() -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Zipf's, with hot rows all over the table."""
+    return ZIPF[np.random.default_rng(0).permutation(ROWS)]
+
+
+def table(*, counted: bool = False) -> EmbeddingTable:
+    return EmbeddingTable("items", ROWS, FEATURES, POOLING, histogram=None if counted else histogram())
+
+
+def batches(count: int = BATCHES, seed: int = 1) -> list[Tensor]:
+    frequencies = histogram() / histogram().sum()
+    drawn = np.random.default_rng(seed).choice(ROWS, (count, SAMPLES, POOLING), p=frequencies)
+    return list(torch.from_numpy(drawn))
+
+
+class RowwiseAdagrad:
+    """The one that torch does not have, on all rows."""
+
+    def __init__(self, weight: nn.Parameter, lr: float):
+        self.weight, self.lr, self.total = weight, lr, torch.zeros(len(weight), 1)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        grad = self.weight.grad
+        assert grad is not None
+        self.total += grad.square().mean(1, keepdim=True)
+        self.weight.addcdiv_(grad, self.total.sqrt() + 1e-10, value=-self.lr)
+
+
+def plain(name: str, weight: Tensor, mode: str) -> tuple[nn.EmbeddingBag, Any]:
+    """``nn.EmbeddingBag`` with torch's optimizer, Adam being that of sparse gradients.
+
+    Torch rounds sparse gradients of means otherwise than dense ones: :func:`step` makes these sparse.
+    """
+    sparse = name == "adam" and mode == "sum"
+    bags = nn.EmbeddingBag(ROWS, FEATURES, mode=mode, sparse=sparse, _weight=weight.clone())
+    make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowwiseAdagrad}.get(name)
+    parameters: Any = bags.weight if name == "rowwise_adagrad" else [bags.weight]
+    return bags, (make or torch.optim.SparseAdam)(parameters, lr=0.1)
+
+
+def step(bags: nn.EmbeddingBag, optimizer: Any, ids: Tensor) -> None:
+    grad = bags.weight.grad
+    assert grad is not None
+    if isinstance(optimizer, torch.optim.SparseAdam) and not grad.is_sparse:
+        rows = ids.unique()
+        bags.weight.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], grad.shape, check_invariants=True)
+    optimizer.step()
+
+
+def loss_of(bags: Tensor, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return (bags * torch.randn(bags.shape, generator=generator)).sin().sum()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("prefetches", [False, True], ids=["", "prefetched"])
+@pytest.mark.parametrize("name", ROW_OPTIMIZERS)
+def test_every_bit_is_that_of_a_plain_embedding_bag(name: Any, prefetches: bool, mode: str) -> None:
+    """200 Zipf batches through a cache of a ninth of the table; the optimizer's state has moved with the rows."""
+    torch.manual_seed(0)
+    ours = CachedEmbeddingBag(table(), CAPACITY, optimizer=name, mode=mode, lr=0.1)
+    theirs, optimizer = plain(name, ours.weight, mode)
+    drawn = batches()
+    for number, ids in enumerate(drawn):
+        found, wanted = ours(ids), theirs(ids)
+        assert torch.equal(found, wanted), f"batch {number}"
+        if prefetches and number + 1 < BATCHES:
+            ours.prefetch(drawn[number + 1])
+        theirs.weight.grad = None
+        for bags in (found, wanted):
+            loss_of(bags, number).backward()
+        ours.step()
+        step(theirs, optimizer, ids)
+    assert ours.moved.written_back > 1000, "nothing left the cache"
+    assert torch.equal(ours.weight, theirs.weight)
+
+
+def simulated(drawn: list[Tensor], frequency: np.ndarray[Any, Any], *, counted: bool) -> tuple[int, int, int]:
+    """Rows looked up, fetched and written back by the rule as it is told: sets of rows, one batch after another."""
+    hot = sorted(range(ROWS), key=lambda row: (-frequency[row], row))[:CAPACITY]
+    cached, dirty = set() if counted else set(hot), set()
+    looked_up = fetched = written = 0
+    for ids in drawn:
+        rows = set(ids.flatten().tolist())
+        if counted:
+            for row in ids.flatten().tolist():
+                frequency[row] += 1
+        missing = rows - cached
+        leaving = max(0, len(cached) + len(missing) - CAPACITY)
+        for row in sorted(cached - rows, key=lambda row: (frequency[row], -row))[:leaving]:
+            cached.remove(row)
+            written += row in dirty
+            dirty.discard(row)
+        cached |= missing
+        dirty |= rows
+        looked_up += len(rows)
+        fetched += len(missing)
+    return looked_up, fetched, written
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["histogram", "counted"])
+def test_the_rows_moved_are_those_of_a_simulation(counted: bool) -> None:
+    ours, drawn = CachedEmbeddingBag(table(counted=counted), CAPACITY, lr=0.1), batches()
+    for number, ids in enumerate(drawn):
+        loss_of(ours(ids), number).backward()
+        ours.step()
+    frequency = np.zeros(ROWS) if counted else histogram()
+    expected = simulated(drawn, frequency, counted=counted)
+    assert (ours.moved.looked_up, ours.moved.fetched, ours.moved.written_back) == expected
+
+
+@pytest.mark.parametrize("capacity", [150, CAPACITY, 600])
+def test_the_hit_rate_is_predicted(capacity: int) -> None:
+    ours = CachedEmbeddingBag(table(), capacity)
+    with torch.no_grad():
+        for ids in batches():
+            ours(ids)
+    predicted = ours.predict(SAMPLES)
+    assert predicted.hit_rate == pytest.approx(ours.moved.hit_rate, abs=0.02)
+    assert predicted.unique_rows == pytest.approx(ours.moved.looked_up / BATCHES, rel=0.02)
+    assert predicted.moved_bytes == pytest.approx(ours.moved.fetched / BATCHES * FEATURES * 4 * 2, rel=0.1)
+
+
+def test_hot_rows_are_hit_more_often_than_recent_ones() -> None:
+    """As often as with a cache of the rows that were used last, at the least."""
+    ours, recent, fetched = CachedEmbeddingBag(table(), CAPACITY), dict[int, None](), 0
+    with torch.no_grad():
+        for ids in batches():
+            ours(ids)
+            for row in set(ids.flatten().tolist()):
+                fetched += row not in recent
+                recent.pop(row, None)
+                recent[row] = None
+            while len(recent) > CAPACITY:
+                recent.pop(next(iter(recent)))
+    assert ours.moved.fetched < fetched
+
+
+def test_look_ups_of_one_step_add_up_their_gradients() -> None:
+    """Two micro-batches, which look up some rows both; and one whose bags nobody uses."""
+    ours = CachedEmbeddingBag(table(), CAPACITY, optimizer="adagrad", lr=0.1)
+    theirs, optimizer = plain("adagrad", ours.weight, "sum")
+    first, second, unused = batches(3)
+    for bags in (ours, theirs):
+        for number, ids in enumerate((first[:16], second[:16])):
+            loss_of(bags(ids), number).backward()
+        bags(unused[:4])
+    ours.step()
+    optimizer.step()
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-6, atol=1e-6)
+    before = ours.weight.clone()
+    ours.step()
+    assert torch.equal(ours.weight, before), "a step without look-ups changes nothing"
+
+
+def test_a_table_on_disk_trains_alike_and_is_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    on_host = CachedEmbeddingBag(table(), CAPACITY, optimizer="adam")
+    on_disk = CachedEmbeddingBag(table(), CAPACITY, optimizer="adam", path=tmp_path / "items")
+    on_disk.load_state_dict(on_host.state_dict())
+    for number, ids in enumerate(batches(20)):
+        for each in (on_host, on_disk):
+            loss_of(each(ids), number).backward()
+            each.step()
+    assert torch.equal(on_host.weight, on_disk.weight)
+    assert (tmp_path / "items").stat().st_size == ROWS * 3 * FEATURES * 4
+    resumed = CachedEmbeddingBag(table(), CAPACITY, optimizer="adam")
+    resumed.load_state_dict(on_disk.state_dict())
+    for each in (resumed, on_disk):
+        loss_of(each(batches(1)[0]), 0).backward()
+        each.step()
+    assert torch.equal(resumed.weight, on_disk.weight)
+
+
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.out = CachedEmbeddingBag(table(), CAPACITY), nn.Linear(FEATURES, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.bags(ids)).mean()
+
+
+def test_what_a_cache_refuses() -> None:
+    ours, ids = CachedEmbeddingBag(table(), 40), batches(2)
+    distinct = len(ids[0].unique())
+    with pytest.raises(InputError, match=rf"{distinct} distinct rows of table 'items', and its cache holds 40: give"):
+        ours(ids[0])
+    ours(ids[0][:6])
+    with pytest.raises(InputError, match=r"for rows of look-ups that wait for step\(\)"):
+        ours(ids[1][:7])
+    with pytest.raises(InputError, match=r"a batch of 32 samples looks up \d+ distinct rows .* its cache holds 40"):
+        ours.predict(SAMPLES)
+    wrong = ids[0][:4].clone()
+    for value in (-1, ROWS):
+        wrong[3, 1] = value
+        with pytest.raises(InputError, match=rf"sample 3 looks up id {value} in table 'items', which has 2000 rows"):
+            ours(wrong)
+    with pytest.raises(InputError, match=r"takes ids \[batch, 5\]"):
+        ours(ids[0][:, :3])
+    with pytest.raises(InputError, match="no optimizer 'lamb' of rows; there are: sgd, adagrad, rowwise_adagrad, adam"):
+        CachedEmbeddingBag(table(), 40, optimizer="lamb")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="sgd has no option 'betas'; it has: lr"):
+        CachedEmbeddingBag(table(), 40, optimizer="sgd", betas=(0, 0))
+    with pytest.raises(InputError, match="of which a device holds 1 to 2000, not 2001"):
+        CachedEmbeddingBag(table(), 2001)
+    with pytest.raises(autopar.AutoparError, match="look up outside of the model"):
+        autopar.plan(Looking(), ClusterSpec.local(2), example_kwargs={"ids": ids[0]})
+
+
+def test_a_cache_that_holds_all_rows_misses_none() -> None:
+    predicted = predict_cache(table(), ROWS, SAMPLES)
+    assert predicted.staying == ROWS and predicted.missing_rows == 0 and predicted.hit_rate == 1

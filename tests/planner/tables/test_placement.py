@@ -1,0 +1,182 @@
+"""Placements of embedding tables: against brute force, against largest first, and within memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from planner.base.errors import InfeasibleError, InputError
+from planner.cost.cluster import ClusterSpec
+from planner.tables.embedding_table import EmbeddingTable
+from planner.tables.placement import Options, average_rank, exchange, largest_first, place, place_tables, slowest_s
+from planner.tables.sharding_options import KINDS, ShardingOption, TableStep, sharding_options
+
+CLUSTER = ClusterSpec.preset("dgx-h100", nodes=2)
+BATCH = 4096
+
+
+def random_tables(seed: int, count: int) -> list[EmbeddingTable]:
+    rng = np.random.default_rng(seed)
+    return [
+        EmbeddingTable(
+            f"t{number}",
+            int(10 ** rng.uniform(1, 6.5)),
+            int(rng.choice([16, 32, 64, 128])),
+            int(rng.integers(1, 30)),
+        )
+        for number in range(count)
+    ]
+
+
+def whole_tables(seed: int, count: int, ranks: int) -> Options:
+    """Made-up times and sizes, so that tables that are fast to look up may be large."""
+    rng = np.random.default_rng(seed)
+    singles = tuple((rank,) for rank in range(ranks))
+    return {
+        f"t{number}": (ShardingOption("table", 1, singles, float(rng.uniform(0.1, 1) ** 3), int(rng.integers(1, 9))),)
+        for number in range(count)
+    }
+
+
+def fastest_of_all(options: Options, ranks: int, memory_bytes: int) -> float:
+    """Seconds of the slowest rank of the best of every placement of whole tables; ranks are alike."""
+    each = [option for (option,) in options.values()]
+    seconds, sizes = np.zeros((1, ranks)), np.zeros((1, ranks))
+    seconds[0, 0], sizes[0, 0] = each[0].seconds, each[0].bytes
+    for number, option in enumerate(each[1:], 2):  # so many tables are on the first so many ranks
+        there = np.eye(ranks)[:number]
+        seconds = (seconds[:, None] + option.seconds * there).reshape(-1, ranks)
+        sizes = (sizes[:, None] + option.bytes * there).reshape(-1, ranks)
+        seconds, sizes = (array[(sizes <= memory_bytes).all(1)] for array in (seconds, sizes))
+    return float(seconds.max(1).min()) if len(seconds) else math.inf
+
+
+@pytest.mark.parametrize("count, ranks, seed", [(12, 4, 0), *((n, 4, n) for n in (5, 8, 9)), (10, 3, 1), (1, 4, 2)])
+def test_it_is_as_fast_as_the_best_of_all(count: int, ranks: int, seed: int) -> None:
+    """With as much memory as there may be, and with little more than the tables take on average."""
+    options = whole_tables(seed, count, ranks)
+    for memory in (10**9, max(9, 1 + sum(option.bytes for (option,) in options.values()) // ranks)):
+        best_s = fastest_of_all(options, ranks, memory)
+        if math.isinf(best_s):
+            with pytest.raises(InfeasibleError):
+                place(options, ranks, memory)
+            continue
+        found = place(options, ranks, memory, gap=0)
+        assert found.status == "optimal" and max(found.bytes) <= memory
+        assert found.step_s == pytest.approx(best_s, rel=1e-6) and found.bound_s <= best_s * (1 + 1e-9)
+
+
+def test_it_is_as_fast_as_the_best_of_all_with_every_dimension() -> None:
+    """Options and groups of three tables on two nodes of two."""
+    cluster = ClusterSpec.from_dict({**CLUSTER.to_dict(), "levels": _levels(2)})
+    tables, step = random_tables(3, 3), TableStep(BATCH, 1)
+    options = {table.name: sharding_options(table, cluster, step) for table in tables}
+    assert {option.kind for each in options.values() for option in each} == {*KINDS}
+    ways = [
+        [(option, held) for option in each for held in itertools.combinations(range(len(option.groups)), option.parts)]
+        for each in options.values()
+    ]
+    best_s = math.inf
+    for chosen in itertools.product(*ways):
+        seconds = np.zeros(4)
+        for option, held in chosen:
+            for group in held:
+                seconds[list(option.groups[group])] += option.seconds
+        best_s = min(best_s, seconds.max())
+    found = place(options, 4, 10**12, gap=0)
+    assert found.status == "optimal" and found.step_s == pytest.approx(best_s, rel=1e-6)
+
+
+def _levels(inside: int) -> list[object]:
+    levels = CLUSTER.to_dict()["levels"]
+    return [{**level, "size": inside} for level in levels]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_never_slower_than_largest_first(seed: int) -> None:
+    """The benchmark ``tables`` has fifty sets."""
+    step = TableStep(BATCH, 1)
+    options = {t.name: sharding_options(t, CLUSTER, step, ("table",)) for t in random_tables(seed, 20 + 10 * seed)}
+    memory = CLUSTER.device.usable_bytes
+    greedy = largest_first(options, 16, memory)
+    assert greedy is not None
+    found = place(options, 16, memory, time_limit_s=1)
+    assert found.step_s <= slowest_s(greedy, 16)
+    assert found.bound_s <= found.step_s and len(found.tables) == len(options)
+
+
+def test_exchanges_keep_parts_apart_and_memory() -> None:
+    options = {
+        t.name: sharding_options(t, CLUSTER, TableStep(BATCH), ("table", "column")) for t in random_tables(0, 60)
+    }
+    start = largest_first(options, 16, 10**10)
+    assert start is not None
+    found = exchange(start, 16, 10**10)
+    assert slowest_s(found, 16) <= slowest_s(start, 16)
+    for before, after in zip(start, found, strict=True):
+        assert before.option is after.option and len({*after.groups}) == after.option.parts
+
+
+def test_thousands_of_tables_have_a_bound() -> None:
+    options = {t.name: sharding_options(t, CLUSTER, TableStep(BATCH, 0)) for t in random_tables(7, 2000)}
+    found = place(options, 16, CLUSTER.device.usable_bytes)
+    assert found.gap < 0.01
+    assert average_rank(options, 16, CLUSTER.device.usable_bytes)[0] == pytest.approx(found.bound_s)
+
+
+def test_a_table_that_is_too_large_for_a_device_is_cut() -> None:
+    large = EmbeddingTable("large", 200_000_000, 128)
+    found = place_tables([large, *random_tables(0, 8)], CLUSTER, batch=BATCH, time_limit_s=1)
+    assert len({rank for part in found.tables[0].ranks for rank in part}) > 1 and found.tables[0].kind != "data"
+    assert max(found.bytes) <= CLUSTER.device.usable_bytes
+    with pytest.raises(InfeasibleError, match=r"of 1 tables fits 16 devices .* part of 'large' 381\.5 GiB"):
+        place_tables([large], CLUSTER, batch=BATCH, kinds=("table",))
+
+
+def test_what_is_looked_up_counts() -> None:
+    """Pooling, rows, and how many of them are distinct; rows that few look-ups reach are only updated."""
+
+    def seconds(**sizes: object) -> float:
+        table = EmbeddingTable("t", **{"rows": 10**6, "features": 64, "pooling": 10, **sizes})  # type: ignore[arg-type]
+        return sharding_options(table, CLUSTER, TableStep(BATCH, 0), ("table",))[0].seconds
+
+    hot = np.ones(10**6)
+    hot[:10] = 10**9
+    assert seconds(pooling=20) > seconds() > seconds(pooling=5)
+    assert seconds(rows=2 * 10**6) > seconds()
+    assert seconds(histogram=hot) < seconds() == pytest.approx(seconds(histogram=np.ones(10**6)))
+
+
+def test_unique_ids() -> None:
+    two = EmbeddingTable("t", 2, 1, histogram=[3, 1])
+    assert two.unique_ids(2) == pytest.approx((1 - 1 / 16) + (1 - 9 / 16))
+    assert two.share(slice(0, 1)) == 0.75 and EmbeddingTable("t", 4, 1).share(slice(1, 2)) == 0.25
+    assert EmbeddingTable("t", 2, 1).unique_ids(2) == pytest.approx(1.5)
+    assert EmbeddingTable("t", 1, 1).unique_ids(5) == 1
+    rng = np.random.default_rng(0)
+    zipf = 1 / np.arange(1, 1001)
+    drawn = [len(np.unique(rng.choice(1000, 500, p=zipf / zipf.sum()))) for _ in range(50)]
+    assert EmbeddingTable("t", 1000, 1, histogram=zipf).unique_ids(500) == pytest.approx(np.mean(drawn), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "histogram, message",
+    [
+        ([1, 2], r"the histogram of table 'user' has shape \(2,\) and the table 3 rows"),
+        ([1, -1, 1], "'user' must hold counts of at least 0"),
+        ([0, 0, 0], "'user' must hold counts of at least 0, and some above"),
+    ],
+)
+def test_histograms_that_are_none(histogram: list[int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        EmbeddingTable("user", 3, 8, histogram=histogram)
+    with pytest.raises(InputError, match="table 'user' has rows 0"):
+        EmbeddingTable("user", 0, 8)
+
+
+def test_a_placement_prints() -> None:
+    text = str(place_tables(random_tables(1, 3), CLUSTER, batch=BATCH, kinds=("table",)))
+    assert text.startswith("3 tables on 16 ranks, optimal") and "  t2  table " in text
