@@ -100,8 +100,9 @@ def _by_pipeline(
     for each in multiples:
         config, micro_batches = each.candidate.config, each.candidate.config.mesh.micro_batches
         peak_bytes = bounds.costs.least_bytes(fewest.mesh.micro_batches / micro_batches)
-        bound_s = max(bounds.free_s, bounds.packed_s(micro_batches), each.candidate.bound_s)
-        bound_s = math.inf if peak_bytes > context.limit_bytes else bound_s
+        bound_s = max(bounds.free_s, each.candidate.bound_s) if peak_bytes <= context.limit_bytes else math.inf
+        if not is_reached(bound_s, best):
+            bound_s = max(bound_s, bounds.packed_s(micro_batches))
         status = "infeasible" if math.isinf(bound_s) else "not tried"
         candidate = replace(each.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="work")
         is_similar = micro_batches <= SIMILAR * fewest.mesh.micro_batches
