@@ -15,7 +15,7 @@ from autopar.verification.verify import verify
 from planner.base.errors import InputError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.tables.embedding_table import EmbeddingTable
-from planner.tables.placement import place_tables
+from planner.tables.place_tables import place_tables
 from planner.tables.sharding_options import KINDS, Kind
 from tests.autopar.tables import dlrm
 
