@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from autopar.checkpoint.export import export_safetensors
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
+    from autopar.driver.delink import delink
     from autopar.driver.further import plan_inputs
     from autopar.driver.parallelize import parallelize
     from autopar.driver.plan import evaluate, plan
     from autopar.functions.register import register
+    from autopar.operators.experts import experts
     from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
     from autopar.tables.embedding_tables import EmbeddingTables
     from autopar.verification.verify import verify
@@ -49,7 +51,9 @@ _LAZY = {
     "Plan": "planner.plan.plan",
     "PlanError": "planner.base.errors",
     "PlanWarning": "planner.base.errors",
+    "delink": "autopar.driver.delink",
     "evaluate": "autopar.driver.plan",
+    "experts": "autopar.operators.experts",
     "export_safetensors": "autopar.checkpoint.export",
     "load_checkpoint": "autopar.checkpoint.load",
     "parallelize": "autopar.driver.parallelize",
@@ -76,7 +80,9 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanWarning",
+    "delink",
     "evaluate",
+    "experts",
     "export_safetensors",
     "load_checkpoint",
     "parallelize",

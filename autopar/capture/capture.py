@@ -35,6 +35,7 @@ from autopar.capture.passes.functionalization import mutates
 from autopar.capture.repeats.candidates import nominate
 from autopar.capture.repeats.markers import NotFoldable
 from autopar.capture.repeats.repeats import Repeats
+from autopar.capture.transformers_experts import experts_whole
 from autopar.functions.applying import Applied, carrying
 from autopar.functions.carry import Carried
 from autopar.graph import dump
@@ -307,6 +308,7 @@ def _export(
         _caches_off(model, walk),
         _masks_not_read(),
         _batch_norms_not_synced(),
+        experts_whole(),
         without_torchs_notes(),
     ):
         warnings.simplefilter("ignore")

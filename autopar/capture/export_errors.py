@@ -42,6 +42,17 @@ _ONE_PATH = (
     "instead of if; no .item(), .tolist() or data-dependent loops), and put code that cannot be traced (numpy, C "
     "extensions) in a torch.library.custom_op with a fake implementation"
 )
+_EXPERTS = """
+  or, where experts are looped over, call them as one operator, with what the router chose for each token:
+       up = torch.stack([expert.up.weight for expert in experts])      # gated: of each torch.cat([gate, up])
+       down = torch.stack([expert.down.weight for expert in experts])  # quicker: parameters that are stacked already
+       y = autopar.experts(x, indices, weights, up, down, gate="none")  # gated: leave out gate"""
+
+
+def _ways_out(model: nn.Module, fix: str) -> str:
+    """What to do about code that decides on values, and of a model with experts what is mostly meant."""
+    is_mixture = any("expert" in name.lower() for name, _ in model.named_modules())
+    return fix + (_EXPERTS if is_mixture else "")
 
 
 # ---- a failed export -------------------------------------------------------------------------------------------------
@@ -80,7 +91,8 @@ def failure(
             )
         reason = f"{type(error).__name__}: {_first_line(error)}"
     return CaptureError(
-        f"{name} cannot be captured as a graph.\n{_where_raised(model, error)}  why {reason}\n  fix {_ONE_PATH}"
+        f"{name} cannot be captured as a graph.\n{_where_raised(model, error)}  why {reason}\n"
+        f"  fix {_ways_out(model, _ONE_PATH)}"
     )
 
 
@@ -196,7 +208,8 @@ def on_values(model: nn.Module, node: fx.Node, export: Callable[[], object]) -> 
             "nonzero, unique or masked_select"
         )
     return CaptureError(
-        f"{type(model).__name__} cannot be captured as a graph.\n{watch.where or where}  why {reason}\n  fix {fix}"
+        f"{type(model).__name__} cannot be captured as a graph.\n{watch.where or where}  why {reason}\n"
+        f"  fix {_ways_out(model, fix)}"
     )
 
 

@@ -255,11 +255,23 @@ class ProgramBuilder:
         """Finish the program as :func:`recompute` takes it; returns the one of the statements that are run again."""
         graph, wanted = self.assignment.space.graph, []
         stops = {*self.ready.values(), *self.graph.find_nodes(op="placeholder")} - self.gathered
-        lasting, made = {block.nodes[at].name for at in again.lasting}, {node.name for node in block.nodes}
+        at_of = {node.name: at for at, node in enumerate(block.nodes)}
         for at, node in enumerate(block.nodes):
             for i, ref in enumerate(node.inputs):
-                if ref.node in lasting or (ref.node not in made and i not in again.taken[at]):
+                made = at_of.get(ref.node, -1), ref.index
+                # What an operator takes of something kept is kept as it takes it, unless that is resharded again, or is
+                # what a resharding that runs again leaves.
+                is_kept = ref.node not in at_of or made[0] in again.lasting or made in again.as_made
+                is_again = made in again.as_made and made in again.delivered | again.values
+                is_passed = is_again and self.assignment.operand_effect(node, i) != "copy"
+                if is_kept and i not in again.taken[at] and not is_passed:
                     stops.add(self.taken[node.name, i])
+            for index in (i for each, i in again.as_made if each == at):
+                ref = Ref(node.name, index)
+                if at in again.lasting:
+                    stops.add(self.taken[node.name, len(node.inputs) + index])
+                if (at, index) not in again.delivered and self.assignment.shared_effect(ref) == "copy":
+                    stops.add(self.values[ref])
             if any(t.grad for t in node.results):
                 wanted += [(at, place) for place in saved_places(node, graph.input_types(node))]
             if at in again.drawing:
@@ -371,7 +383,7 @@ def counts(node: Node, assignment: Assignment) -> bool:
     if not isinstance(target, Ref) or "float" in assignment.space.graph.type_of(target).dtype:
         return False
     axes = zip(assignment.choice(node).axes, assignment.space.mesh.names, strict=True)
-    return any(strategy.factor in form.groups["token_groups"] for strategy, name in axes if name == MICRO)
+    return any(strategy.way in form.groups["token_groups"] for strategy, name in axes if name == MICRO)
 
 
 def is_param(assignment: Assignment, ref: Ref) -> bool:

@@ -74,9 +74,9 @@ class LocalCall:
         """The call, under the name that the model's graph gives the operator."""
         return self.graph.create_node("call_function", function, args, kwargs, name=self.node.name)
 
-    def sharded(self, factors: tuple[str, ...]) -> tuple[int, ...]:
-        """Axes on which one of ``factors`` is sharded, major first."""
-        return tuple(i for i, s in enumerate(self.choice.axes) if s.factor in factors and self.mesh.axes[i].size > 1)
+    def sharded(self, ways: tuple[str, ...]) -> tuple[int, ...]:
+        """Axes on which a factor is sharded in one of ``ways``, major first."""
+        return tuple(i for i, s in enumerate(self.choice.axes) if s.way in ways and self.mesh.axes[i].size > 1)
 
     def groups(self, axes: tuple[int, ...]) -> tuple[fx.Node, ...]:
         return tuple(self.group(axis) for axis in axes)
@@ -114,10 +114,9 @@ def local_form(call: LocalCall) -> fx.Node:
         positional, keywords = call.arguments()
         return call.emit(draw, (call.target, call.state(), varying, *positional), keywords)
     positional, keywords = call.arguments()
-    if not groups:
+    if form is None or not (groups or form.is_region):
         return call.emit(call.target, positional, keywords)
-    assert form is not None
-    first = (call.target,) if form.takes_op else ()
+    first = (call.target,) if form.takes_op else (call.state(),) if form.is_region else ()
     return call.emit(form.function, (*first, *positional), {**keywords, **groups})
 
 

@@ -216,7 +216,7 @@ class Root:
         if level == "none":
             body.graph.output(one_or_all(body.values[ref] for ref in block.outputs))
         else:
-            again = body.recomputing(block, self.assignment.space.decision_graph.blocks.again(kind, level))
+            again = body.recomputing(block, self.assignment.again(kind, level))
             self._holder[_again(name)] = module_of(dict(self.groups), again, _again(name))
         self._holder[name] = module_of(dict(self.groups), body.graph, name)
         return name

@@ -188,7 +188,7 @@ class Carried:
         return self
 
     def _with_gradients(self, *tensors: Tensor) -> list[Tensor]:
-        if _is_recorded():
+        if is_recorded():
             with torch._C._AutoDispatchBelowAutograd():
                 return self.op(*tensors)
         return self.run(*tensors)
@@ -231,7 +231,7 @@ def around(mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         _AROUND.reset(token)
 
 
-def _is_recorded() -> bool:
+def is_recorded() -> bool:
     """Whether a mode below autograd looks at operators."""
     return any(
         torch._C._get_dispatch_mode(key) is not None

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autopar.graph.embedding_slabs import checked_ids
+from autopar.operators.embedding_slabs import checked_ids
 from autopar.tables.row_optimizers import ROW_OPTIMIZERS, Name
 from planner.base.errors import InputError
 from planner.tables.cached_rows import CachePrediction, predict_cache

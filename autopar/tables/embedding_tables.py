@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from autopar.graph.embedding_slabs import checked_ids
+from autopar.operators.embedding_slabs import checked_ids
 from autopar.tables.table_slabs import TablePart, TableSlabs
 from planner.base.errors import InputError
 from planner.tables.embedding_table import EmbeddingTable

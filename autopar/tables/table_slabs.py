@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from autopar.graph.embedding_slabs import embedding_slabs
+from autopar.operators.embedding_slabs import embedding_slabs
 from planner.tables.embedding_table import EmbeddingTable
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -184,11 +185,19 @@ class _CollectiveWatch(TorchDispatchMode):
             names = (argument.name for argument in func._schema.arguments)
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             tensors = [t for t in pytree.tree_leaves(given[form.tensors]) if isinstance(t, torch.Tensor)]
-            bytes_in = sum(t.numel() * t.element_size() for t in tensors)
+            bytes_in = sum(map(_bytes_of, tensors))
             phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
             to = (given["dst"], given["tag"]) if form.kind == "send" else ()
             self._note(_CountedCall(form.kind, given[form.group], bytes_in, phase, *to))
         return func(*args, **kwargs)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor; where ranks that are simulated together send different amounts, of the average one."""
+    if isinstance(tensor, LocalTensor):
+        each = [part.numel() for part in tensor._local_tensors.values()]
+        return sum(each) * tensor.element_size() // len(each)
+    return tensor.numel() * tensor.element_size()
 
 
 class _Axes:

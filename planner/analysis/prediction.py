@@ -301,7 +301,7 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
     calls: Calls = Counter()
     if not is_asked(assignment, instance, level):
         return calls
-    again = space.decision_graph.blocks.again(instance.kind, level)
+    again = assignment.again(instance.kind, level)
 
     def add(ref: Ref, route: Route) -> None:
         repeat(_route_calls(assignment, ref, route, backward=False))
@@ -312,7 +312,7 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
     for at, node in enumerate(instance.block.nodes):
         choice = assignment.choice(node)
         for index in range(len(node.results)):
-            if (at, index) in again.values and space.is_read(Ref(node.name, index)):
+            if (at, index) in again.delivered and space.is_read(Ref(node.name, index)):
                 add(Ref(node.name, index), assignment.shared_route(Ref(node.name, index)))
         taken = {(node.inputs[position], choice.operands[position]): position for position in again.taken[at]}
         for (ref, _), position in taken.items():
@@ -338,13 +338,17 @@ def use_again(assignment: Assignment, ref: Ref) -> str:
 def _converted_again_s(assignment: Assignment) -> dict[str, float]:
     """Seconds of the reshardings that backward repeats, by use."""
     space, seconds = assignment.space, {"communication": 0.0, "recompute": 0.0}
-    for (tail, head, ref, positions), times in space.decision_graph.flows_again(assignment.recompute).items():
+    decision_graph, recompute = space.decision_graph, assignment.recompute
+    always, if_larger = decision_graph.flows_again(recompute), decision_graph.as_made(recompute).again
+    for flow in dict.fromkeys((*always, *if_larger)):
+        tail, head, ref, positions = flow
         source = assignment.chosen[tail]
         layout = source.results[ref.index] if isinstance(source, Choice) else source
         reader = assignment.chosen[head]
         wanted = [reader.operands[p] for p in positions] if isinstance(reader, Choice) else [reader]
-        again_s = sum(space.conversion_s(ref, layout, each)[0] for each in dict.fromkeys(wanted))
-        seconds[use_again(assignment, ref)] += again_s * times
+        for each in dict.fromkeys(wanted):
+            times = always.get(flow, 0) + if_larger.get(flow, 0) * assignment.is_larger(ref, layout, each)
+            seconds[use_again(assignment, ref)] += space.conversion_s(ref, layout, each)[0] * times
     return seconds
 
 

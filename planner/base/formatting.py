@@ -31,6 +31,11 @@ MEMORY_USES = {
 }
 
 AGAIN = {"full": "in full", "selective": "selectively"}
+GATHERED_AGAIN = {
+    "resharded": "gathered again in backward, activations too",
+    "gathered": "gathered again in backward",
+}
+"""Levels at which blocks compute nothing again."""
 
 
 def again(level: str) -> str:
@@ -41,10 +46,10 @@ def again(level: str) -> str:
 def recomputed(counts: Mapping[str, int], of: int) -> str:
     """``"recomputed in backward: 12 in full, 4 but for part 1"``; empty where nothing is."""
     some = {level: "all" if count == of else str(count) for level, count in counts.items()}
-    parts = [f"{count} {again(level)}" for level, count in some.items() if level != "gathered"]
+    parts = [f"{count} {again(level)}" for level, count in some.items() if level not in GATHERED_AGAIN]
     found = [f"recomputed in backward: {', '.join(parts)}"] if parts else []
-    if "gathered" in some:
-        found.append("gathered again in backward" + (f": {some['gathered']}" if of > 1 else ""))
+    for level in (level for level in GATHERED_AGAIN if level in some):
+        found.append(GATHERED_AGAIN[level] + (f": {some[level]}" if of > 1 else ""))
     return "; ".join(found)
 
 

@@ -162,6 +162,8 @@ class ClusterSpec(Described):
 
     ``host`` is what plans that keep model data beside the device need to know (``pin={"offload": "host"}``),
     ``disk`` besides what those need that keep it in files (``pin={"offload": "disk"}``).
+    ``expert_imbalance`` is how many rows the busiest rank has over the average, where ranks share experts; left out: as
+    many as the others.
     ``overlap`` is the share of backward's computing beside which gradients can be reduced: 0 where reducing starts when
     backward is over. Left out, it is what the backend allows.
     """
@@ -173,6 +175,7 @@ class ClusterSpec(Described):
     disk: Disk | None = Field(default=None, examples=["{memory_bytes: 3.84 TB, read_bytes_per_s: 6.5 GB/s, ...}"])
     backend: Literal["nccl", "gloo"] = Field(default="nccl", examples=["nccl"])
     overlap: float | None = Field(default=None, ge=0, le=1, examples=["0.9"])
+    expert_imbalance: float | None = Field(default=None, ge=1, examples=["1.2"])
     calibration: Calibration | None = Field(default=None, examples=["calibration.yaml, in a cluster file"])
 
     @model_validator(mode="after")

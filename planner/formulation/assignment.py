@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from planner.formulation.remat.backward_slice import Again
+from planner.formulation.remat.larger_forms import Effect, with_larger_forms
 from planner.formulation.remat.levels import NOTHING, Level, Recompute
-from planner.formulation.resharding import GATHERED, ReshardStep, Route
+from planner.formulation.resharding import GATHERED, ReshardStep, Route, local_bytes
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
 from planner.formulation.unsharding import Unsharding
 from planner.formulation.variables import Variable
 from planner.ir.folding import Block, Instance
 from planner.ir.graph import Node, Ref
-from planner.ir.layout import Layout
+from planner.ir.layout import MICRO, Layout
 
 GatherBucket = dict[Ref, Route]
 """Parameters that are gathered together, from how they are stored to how they are used, by the same steps in order."""
@@ -101,20 +104,90 @@ class Assignment:
         """The same of a bucket, all of whose parameters take the same steps."""
         return self.summed_first(*next(iter(bucket.items())))
 
-    @property
-    def gathering_nothing(self) -> set[int]:
-        """The kinds of blocks that have no gathered parameter to let go, or use what is gathered once a step."""
-        kinds = enumerate(self.space.folded.kinds)
-        return {
-            kind
-            for kind, (first, *_) in kinds
-            if self.space.unsharding.once_per_step or not self._lets_go(kind, first.block)
-        }
+    def what_it_comes_to(self, recompute: Recompute) -> Recompute:
+        """An amount without gathering again where blocks have nothing to gather again."""
+        return recompute.mapped(self.comes_to)
 
-    def _lets_go(self, kind: int, block: Block) -> bool:
-        taken = zip(block.nodes, self.space.decision_graph.blocks.again(kind, "gathered").taken, strict=True)
-        routes = (self.operand_route(node, position) for node, positions in taken for position in positions)
-        return any(step.rule.startswith("S") for route in routes for step in route)
+    def comes_to(self, kind: int, level: Level) -> Level:
+        """The level that a kind of block runs at: a lower one where it has nothing to gather again."""
+        if level == "resharded" and not self._reshards_again(kind):
+            level = "gathered"
+        return "none" if level == "gathered" and not self._unshards_again(kind) else level
+
+    def _reshards_again(self, kind: int) -> bool:
+        """Whether a kind of block saves anything computed in a larger form than it was made in."""
+        found, params = self.again(kind, "resharded"), self.again(kind, "gathered")
+        return bool(found.delivered) or found.taken != params.taken
+
+    def _unshards_again(self, kind: int) -> bool:
+        """Whether a kind of block has copies of parameters to let go, and does not use what is gathered once a step."""
+        if self.space.unsharding.once_per_step:
+            return False
+        nodes = self.space.folded.kinds[kind][0].block.nodes
+        taken = zip(nodes, self.again(kind, "gathered").taken, strict=True)
+        return any(self.operand_effect(node, place) != "same" for node, places in taken for place in places)
+
+    @cached_property
+    def _again(self) -> dict[tuple[int, Level], Again]:
+        return {}
+
+    def again(self, kind: int, level: Level) -> Again:
+        """What the instances of a kind recompute at a level other than ``none``, with the reshardings that run again
+        since they make larger what is kept.
+        """
+        if (kind, level) not in self._again:
+            blocks = self.space.decision_graph.blocks
+            backward, found = blocks.backward(kind), blocks.again(kind, level)
+            self._again[kind, level] = with_larger_forms(
+                found, backward, lambda at, place: self.operand_effect(backward.nodes[at], place), self.shared_effect
+            )
+        return self._again[kind, level]
+
+    def operand_effect(self, node: Node, position: int) -> Effect:
+        """What the resharding of one operand makes."""
+        return self._effect(node.inputs[position], self.operand_route(node, position))
+
+    def shared_effect(self, ref: Ref) -> Effect:
+        """What the resharding of a value for all its readers makes."""
+        return self._effect(ref, self.shared_route(ref))
+
+    def _effect(self, ref: Ref, route: Route) -> Effect:
+        if route and self.is_larger(ref, route[0].before, route[-1].after):
+            return "larger"
+        axes = (self.space.mesh.axes[step.axis] for step in route if step.rule not in ("I>R", "R>I"))
+        return "copy" if any(axis.size > 1 and axis.name != MICRO for axis in axes) else "same"
+
+    def is_larger(self, ref: Ref, source: Layout, target: Layout) -> bool:
+        """Whether a resharding makes a value larger."""
+        tensor, mesh = self.space.graph.type_of(ref), self.space.mesh
+        return source != target and local_bytes(tensor, target, mesh) > local_bytes(tensor, source, mesh)
+
+    def saved_bytes(self, node: Node) -> int:
+        """Bytes of the tensors that an operator pays for as kept for backward."""
+        blocks = self.space.decision_graph.blocks
+        number, at = blocks.seat[node.name]
+        kind, nth = blocks.numbers[number]
+        level, places = self.recompute.level(kind, nth), blocks.charge(node, self.recompute)
+        as_made = () if level == "none" else self.again(kind, level).needed_as_made[at].intersection(places)
+        found = self.space.bytes_of(node, self.choice(node), tuple(place for place in places if place not in as_made))
+        return found + sum(self._bytes_as_made(kind, at, place) for place in as_made)
+
+    def _bytes_as_made(self, kind: int, at: int, place: int) -> int:
+        """Bytes of an operand in the form in which it is kept: as it is read, or before what makes it larger."""
+        backward, size = self.space.decision_graph.blocks.backward(kind), 0
+        for reader, position in backward.way_up(at, place):
+            node = backward.nodes[reader]
+            ref = node.inputs[position]
+            forms = (
+                (self.choice(node).operands[position], self.operand_effect(node, position)),
+                (self.consumer_layout(ref), self.shared_effect(ref)),
+                (self.produced(ref), "same"),
+            )
+            for layout, effect in forms:
+                size = local_bytes(self.space.graph.type_of(ref), layout, self.space.mesh)
+                if effect == "copy":
+                    return size
+        return size
 
     def gather_buckets(self, block: Block) -> list[GatherBucket]:
         """The parameters of a block that are gathered together."""
@@ -136,7 +209,7 @@ class Assignment:
         space, nodes, found = self.space, instance.block.nodes, set[Ref]()
         if not space.unsharding.unshards_again(level):
             return found
-        for node, positions in zip(nodes, space.decision_graph.blocks.again(instance.kind, level).taken, strict=True):
+        for node, positions in zip(nodes, self.again(instance.kind, level).taken, strict=True):
             found.update(node.inputs[position] for position in positions if self.gathering_route(node, position))
         return found
 
@@ -178,9 +251,7 @@ def assignment_of(space: Space, choices: Sequence[int], recompute: Recompute = N
         variable: space.options[variable][choice] for variable, choice in zip(space.variables, choices, strict=True)
     }
     found = Assignment(space, chosen, recompute)
-    if not recompute.gathers:
-        return found
-    return replace(found, recompute=recompute.without_gathering(found.gathering_nothing))
+    return replace(found, recompute=found.what_it_comes_to(recompute)) if recompute.gathers else found
 
 
 def _by_axis(route: Route) -> Route:

@@ -44,6 +44,7 @@ class BlockFacts:
         self._traffics: dict[object, MemoryTraffic] = {}
         self._charges = Charges(folded, self.again)
         self._charged: dict[Recompute, Mapping[Variable, Counter[Places]]] = {}
+        self._as_made: dict[Recompute, Counter[tuple[int, int, int]]] = {}
 
     @cached_property
     def numbers(self) -> tuple[tuple[int, int], ...]:
@@ -133,13 +134,30 @@ class BlockFacts:
         return self._last[kind]
 
     def charged(self, recompute: Recompute) -> Mapping[Variable, Counter[Places]]:
-        """Which tensors the members of an operator's variable pay for, and how many members pay for just these."""
+        """Which tensors the members of an operator's variable pay for, and how many members pay for just these; but for
+        those :meth:`charged_as_made`.
+        """
         recompute = recompute or NOTHING
         if recompute not in self._charged:
-            found: dict[Variable, Counter[Places]] = {}
-            paid = zip(self.folded.instances, self._charges.of(recompute), strict=True)
-            for (kind, each), times in Counter((instance.kind, each) for instance, each in paid).items():
-                for at, places in enumerate(each.places):
-                    found.setdefault(("op", kind, at), Counter())[places] += times
-            self._charged[recompute] = found
+            self._charge_all(recompute)
         return self._charged[recompute]
+
+    def charged_as_made(self, recompute: Recompute) -> Mapping[tuple[int, int, int], int]:
+        """Of which operands (by kind, operator and place) how many instances pay for the smaller of their form as made
+        and as read.
+        """
+        self.charged(recompute)
+        return self._as_made[recompute or NOTHING]
+
+    def _charge_all(self, recompute: Recompute) -> None:
+        found: dict[Variable, Counter[Places]] = {}
+        as_made = Counter[tuple[int, int, int]]()
+        paid = zip(self.folded.instances, self._charges.of(recompute), strict=True)
+        for (kind, each), times in Counter((instance.kind, each) for instance, each in paid).items():
+            apart = self.again(kind, each.level).needed_as_made if each.level != "none" else ()
+            for at, places in enumerate(each.places):
+                made = apart[at].intersection(places) if apart else ()
+                as_made.update({(kind, at, place): times for place in made})
+                rest = tuple(place for place in places if place not in made) if made else places
+                found.setdefault(("op", kind, at), Counter())[rest] += times
+        self._charged[recompute], self._as_made[recompute] = found, as_made

@@ -77,7 +77,7 @@ def operator_names(folded: Folded) -> tuple[tuple[str, ...], ...]:
 
 def short_op(op: str) -> str:
     """``aten.add.Tensor`` as ``add.Tensor``, ``aten.linear.default`` as ``linear``, ``function.Bend`` as ``Bend``."""
-    return op.removeprefix("aten.").removeprefix("function.").removesuffix(".default")
+    return op.removeprefix("aten.").removeprefix("autopar.").removeprefix("function.").removesuffix(".default")
 
 
 def called(node: Node) -> str:

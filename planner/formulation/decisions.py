@@ -8,7 +8,7 @@ way to enter it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import cached_property
 from typing import NamedTuple, cast
 
@@ -29,6 +29,20 @@ class Together(NamedTuple):
 
     parameters: int
     times: float
+
+
+class AsMade(NamedTuple):
+    """Flows of values that are kept as they were made where that is smaller than what their resharding makes.
+
+    Attributes:
+        again: how many of them run again in backward then.
+        held: how many results of them are held, by operand position, in the smaller form.
+        leading: those of which one is there in the larger form, too, while the first of its kind runs its backward.
+    """
+
+    again: Mapping[Flow, int]
+    held: Mapping[tuple[Flow, int], int]
+    leading: Set[tuple[Flow, int]]
 
 
 class DecisionGraph:
@@ -57,6 +71,7 @@ class DecisionGraph:
         self.blocks: BlockFacts = BlockFacts(folded, rules, None if like is None else like.blocks.ways)
         self._takes: dict[tuple[str, Level], tuple[Flow, ...]] = {}
         self._flows_again: dict[Recompute, Mapping[Flow, int]] = {}
+        self._as_made: dict[Recompute, AsMade] = {}
 
     def survey(self) -> None:
         """Walk the whole graph now, not when a mesh first asks: what comes after does not grow with its depth."""
@@ -121,6 +136,50 @@ class DecisionGraph:
                 if (variable[2], ref.index) in self.blocks.again(cast(int, variable[1]), level).values:
                     flows[variable, point, ref, (0,)] += len(counted)
         return flows
+
+    def as_made(self, recompute: Recompute) -> AsMade:
+        """How often a resharding of each flow runs again in backward if it makes its value larger, and what is held."""
+        if recompute not in self._as_made:
+            self._as_made[recompute] = AsMade(self._count_larger(recompute), *self._held_as_made(recompute))
+        return self._as_made[recompute]
+
+    def _count_larger(self, recompute: Recompute) -> Mapping[Flow, int]:
+        found = Counter[Flow]()
+        for kind, (first, *_) in enumerate(self.folded.kinds):
+            nodes = first.block.nodes
+            for level, numbers in recompute.levels(kind):
+                again = self.blocks.again(kind, level)
+                for at, index in again.as_made:
+                    shared = self._shared(Ref(nodes[at].name, index))
+                    found.update({} if shared is None else {shared: len(numbers)})
+                for node, places in zip(nodes, again.taken_if_larger, strict=True):
+                    for ref, positions in _operands(node).items() if places else ():
+                        if not places.isdisjoint(positions):
+                            found[self._flow(ref, self.variables.variable_of[node.name], positions)] += len(numbers)
+        return found
+
+    def _held_as_made(self, recompute: Recompute) -> tuple[Mapping[tuple[Flow, int], int], Set[tuple[Flow, int]]]:
+        """What is held is counted where a value leaves the operator that made it: by its first resharding."""
+        held, leading = Counter[tuple[Flow, int]](), set[tuple[Flow, int]]()
+        for (kind, at, place), times in self.blocks.charged_as_made(recompute).items():
+            backward, (least, _) = self.blocks.backward(kind), recompute.levels(kind)[0]
+            *_, (reader, first) = backward.way_up(at, place)
+            node = backward.nodes[reader]
+            ref = node.inputs[first]
+            flow = self._flow(ref, self.variables.variable_of[node.name], _operands(node)[ref])
+            shared = self._shared(ref)
+            where = (flow, flow[3].index(first)) if shared is None else (shared, 0)
+            held[where] += times
+            if recompute.leads(kind) and place in self.blocks.again(kind, least).needed_as_made[at]:
+                leading.add(where)
+        return held, leading
+
+    def _shared(self, ref: Ref) -> Flow | None:
+        """The flow of a result to its reshard point, if it has one."""
+        point = self.variables.reshard_point_of(ref)
+        if point is None:
+            return None
+        return self.variables.variable_of[ref.node], point, self.variables.representative(ref), (0,)
 
     def _taken(self, instance: Instance, level: Level) -> tuple[Flow, ...]:
         """The flows whose reshardings an instance, the first of its way to be entered, runs again at a level."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,20 @@ from planner.solve.problem import Floats, Ints
 
 Pair = tuple[Floats, Floats, Ints]
 """For every pair of choices: seconds forward, seconds backward, and bytes gathered."""
+
+
+class Enlarging(NamedTuple):
+    """For every pair of choices, what it is to keep the smaller form of a value.
+
+    Attributes:
+        again_s: seconds forward, where the resharding makes the value larger.
+        smaller_bytes: by operand position.
+        larger_bytes: of what the resharding makes then, by operand position; 0 where it makes nothing larger.
+    """
+
+    again_s: Floats
+    smaller_bytes: tuple[Ints, ...]
+    larger_bytes: tuple[Ints, ...]
 
 
 class EdgeCosts:
@@ -40,6 +55,7 @@ class EdgeCosts:
     ):
         self.graph, self.mesh, self.options, self.table, self._pairs = graph, mesh, options, table, pairs
         self._of: dict[Flow, Pair] = {}
+        self._enlarging: dict[Flow, Enlarging] = {}
         self._alike: dict[object, Pair] = {}
 
     def of(self, flow: Flow) -> Pair:
@@ -47,6 +63,26 @@ class EdgeCosts:
         if flow not in self._of:
             self._of[flow] = self._find(*flow)
         return self._of[flow]
+
+    def enlarging(self, flow: Flow) -> Enlarging:
+        """What a resharding of a flow comes to where its value is kept as it was made if that is smaller."""
+        if flow not in self._enlarging:
+            tail, head, ref, positions = flow
+            table = self.table(ref)
+            rows = np.array([table.index[layout_at_tail(o, ref.index)] for o in self.options[tail]])
+            columns = [np.array([table.index[layout_at_head(o, p)] for o in self.options[head]]) for p in positions]
+            before = table.held[rows][:, None]
+            seconds = np.zeros((len(rows), len(columns[0])))
+            smaller, larger = [], []
+            for nth, wanted in enumerate(columns):
+                after = np.broadcast_to(table.held[wanted][None, :], seconds.shape)
+                repeated = np.any([wanted == earlier for earlier in columns[:nth]], axis=0)
+                grows = after > before
+                seconds += np.where(grows & ~repeated, table.forward_s[np.ix_(rows, wanted)], 0.0)
+                smaller.append(np.minimum(before, after))
+                larger.append(np.where(grows, after, 0))
+            self._enlarging[flow] = Enlarging(seconds, tuple(smaller), tuple(larger))
+        return self._enlarging[flow]
 
     def _find(self, tail: Variable, head: Variable, ref: Ref, positions: tuple[int, ...]) -> Pair:
         table, tails, heads = self.table(ref), self.options[tail], self.options[head]

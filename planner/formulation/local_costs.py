@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from planner.cost.kernels import Stream, kernel_of
 from planner.cost.model import CostModel
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.remat.levels import NOTHING, Recompute
 from planner.formulation.resharding import ReshardingTable, local_bytes
 from planner.formulation.strategies import Choice
 from planner.formulation.training import Tier, Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
-from planner.ops import OPS
+from planner.ops import OPS, load
 from planner.ops.attention import is_causal
 from planner.ops.memory_traffic import MemoryTraffic
 from planner.ops.saved_tensors import is_own, own_bytes, saved_tensors
@@ -169,7 +168,8 @@ class LocalCosts:
         types, on_cpu, sizes = self.graph.input_types(node), self.cost.cluster.on_cpu, self._sizes(node, choice)
         kept = (saved for saved in saved_tensors(node, types, on_cpu) if is_own(saved))
         kept = (saved for saved in kept if saved.kind != "copy")  # operands, which are counted, stand for copies
-        return sum(own_bytes(saved, node, types, sizes, on_cpu) for saved in kept)
+        shared_by = choice.shares(self.mesh), self.cost.cluster.expert_imbalance or 1.0
+        return sum(own_bytes(saved, node, types, sizes, on_cpu, *shared_by) for saved in kept)
 
     def storage(self, node: Node, layout: Layout) -> tuple[float, int]:
         """Seconds once a step for one leaf, to update and to move it, and the bytes of it that a device always holds:
@@ -271,9 +271,10 @@ class LocalCosts:
                         local[place, id(layout)] = local_shape(operands[place].shape, layout, sizes) or ()
                     shapes.append(local[place, id(layout)])
                 share = math.prod([size for size, strategy in zip(sizes, choice.axes, strict=True) if strategy.factor])
-                key = (id(rule), tuple(shapes), bytes_moved, share, traffic.starts)
+                busiest = flops / share * self.load(node, choice)
+                key = (id(rule), tuple(shapes), bytes_moved, busiest, traffic.starts)
                 if key not in self._known.computed:
-                    self._known.computed[key] = self._compute(node, traffic, shapes, bytes_moved, flops / share)
+                    self._known.computed[key] = self._compute(node, traffic, shapes, bytes_moved, busiest)
                 computed_s = self._known.computed[key]
             found.append((*computed_s, *self._inner_s(node, rule, choice)))
         return found
@@ -284,8 +285,12 @@ class LocalCosts:
             return 0.0, 0.0
         inner = {"forward": 0.0, "backward": 0.0}
         for axis, call, bytes_in in self.inner_calls(rule, choice, any(t.grad for t in node.results)):
-            inner[call.phase] += self.collective_s(call.kind, axis, bytes_in)
+            inner[call.phase] += self.collective_s(call.kind, axis, bytes_in) * self.load(node, choice)
         return inner["forward"], inner["backward"]
+
+    def load(self, node: Node, choice: Choice) -> float:
+        """What the busiest rank has of an operator's work over the average, as the cluster states it."""
+        return load(node.op, (strategy.way for strategy in choice.axes), self.cost.cluster.expert_imbalance)
 
     def inner_calls(self, rule: Rule, choice: Choice, differentiated: bool) -> Iterator[tuple[Axis, Inner, int]]:
         """The collectives of an operator's local form, on which axis, and the bytes that each rank passes to them;
@@ -316,16 +321,11 @@ class LocalCosts:
 
     def inner_bytes(self, rule: Rule, choice: Choice, call: Inner) -> int:
         """Bytes that each rank passes to a collective of an operator's local form."""
-        elements = call.count
+        elements, shares = call.count, choice.shares(self.mesh)
         for factor in call.factors:
-            cut = math.prod(a.size for a, s in zip(self.mesh.axes, choice.axes, strict=True) if s.factor == factor)
-            elements *= rule.sizes[factor] // cut
-        return elements * call.item_bytes
+            elements *= rule.sizes[factor] // shares.get(factor, 1)
+        return elements // math.prod(shares.get(factor, 1) for factor in call.shared) * call.item_bytes
 
     def collective_s(self, kind: str, axis: Axis, bytes_in: int) -> float:
         """Seconds of a collective in every group of an axis at once."""
         return self.cost.collective_s(kind, axis, bytes_in)
-
-    def saved_bytes(self, node: Node, choice: Choice, recompute: Recompute = NOTHING) -> int:
-        """Bytes that an operator pays for as kept for backward."""
-        return self.bytes_of(node, choice, self.decision_graph.blocks.charge(node, recompute))

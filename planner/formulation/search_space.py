@@ -212,7 +212,7 @@ class Space(LocalCosts):
         if self._last is None or self._last[0] != key:
             amounts = (recompute, *up_to)
             # What operators hold is the same whether parameters are gathered again or not.
-            held_with = tuple(dict.fromkeys(each.without_gathering() for each in amounts))
+            held_with = tuple(dict.fromkeys(each.without_gathered() for each in amounts))
             self._last = key, tuple(self._vertex(variable, amounts, held_with, limit) for variable in self.variables)
         return self._last[1]
 
@@ -228,6 +228,7 @@ class Space(LocalCosts):
         """
         index = {variable: i for i, variable in enumerate(self.variables)}
         least, most = (self.decision_graph.flows_again(each) for each in (recompute, (recompute, *up_to)[-1]))
+        enlarged, as_made = self.decision_graph.as_made(recompute).again, self._as_made((recompute, *up_to))
         edges = []
         known: dict[object, Pair] = {}  # edges that convert alike, equally often, share costs
         for flow, count in self.decision_graph.flows.items():
@@ -239,11 +240,14 @@ class Space(LocalCosts):
                 kept -= most.get(flow, 0)
             elif is_param and self.mesh.micro_batches > 1 and self.graph.type_of(ref).grad:
                 kept, late = 2 * kept, tail in self.members
-            key = (*map(id, pair), is_param, count, again, kept, late)
+            larger, held_as_made = enlarged.get(flow, 0), as_made.get(flow, ())
+            key = (*map(id, pair), is_param, count, again, kept, late, larger, held_as_made)
             if key not in known:
                 known[key] = self._costs(
                     pair, is_param, count, again, kept, self.late_gradients(flow) if late else None
                 )
+                if larger or held_as_made:
+                    known[key] = self._kept_as_made(flow, known[key], larger, held_as_made)
             edges.append(Edge(index[tail], index[head], *known[key]))
         return Problem(self.vertices(limit_bytes, recompute, up_to), tuple(edges), limit_bytes)
 
@@ -277,6 +281,53 @@ class Space(LocalCosts):
         if self.micro_batched and not self.unsharding.once_per_step:  # nothing is beside it
             return there_s + back_s, np.zeros(forward.shape), held
         return there_s, back_s, held
+
+    def _as_made(self, amounts: Sequence[Recompute]) -> dict[Flow, tuple[tuple[tuple[int, int, int], ...], ...]]:
+        """Of flows whose values are kept as they were made, for each amount by operand position: how many are held, and
+        whether one is there, as its reader takes it, while a block runs its backward.
+        """
+        each = [self.decision_graph.as_made(amount) for amount in amounts]
+        one_runs = not self.micro_batched or self.in_flight is not None
+        return {
+            flow: tuple(
+                dict.fromkeys(
+                    tuple(
+                        (at, as_made.held[flow, at], int(one_runs and (flow, at) in as_made.leading))
+                        for at in range(len(flow[3]))
+                        if (flow, at) in as_made.held
+                    )
+                    for as_made in each
+                )
+            )
+            for flow in dict.fromkeys(flow for as_made in each for flow, _ in as_made.held)
+        }
+
+    def _kept_as_made(
+        self,
+        flow: Flow,
+        costs: Pair,
+        larger: int,
+        held: tuple[tuple[tuple[int, int, int], ...], ...],
+    ) -> Pair:
+        """The costs of a resharding with what it takes to keep its value as it was made.
+
+        Args:
+            larger: how often it runs again in backward if it makes the value larger.
+            held: what is held with each of several amounts, of which the least counts: see :meth:`_as_made`.
+        """
+        found = self.edge_costs.enlarging(flow)
+        seconds, background, held_bytes = costs
+        sizes = [
+            sum(
+                (found.smaller_bytes[at] * times + found.larger_bytes[at] * leads for at, times, leads in places),
+                np.zeros(seconds.shape, np.int64),
+            )
+            for places in held
+        ]
+        if sizes:
+            least = (np.min(sizes, axis=0) * (self.in_flight or 1.0)).astype(np.int64)
+            held_bytes = held_bytes + self.on_average(least)
+        return seconds + _often(found.again_s, larger * self.pace.rounds), background, held_bytes
 
     def late_gradients(self, flow: Flow) -> Ints:
         """Bytes of the gradient of a parameter as it is stored, where it is gathered once a step, for every pair of

@@ -39,7 +39,7 @@ from planner.formulation.cost_table import (
     Costs,
     CostTable,
 )
-from planner.formulation.decisions import Flow
+from planner.formulation.decisions import AsMade, Flow
 from planner.formulation.edge_costs import layout_at_head, layout_at_tail
 from planner.formulation.remat.levels import NOTHING, Amount, Level, Levels, Recompute
 from planner.formulation.resharding import ReshardingTable
@@ -223,6 +223,7 @@ class StageCosts:
     def _pairs(self) -> dict[tuple[int, int], list[Costs]]:
         space, found = self.space, dict[tuple[int, int], list[Costs]]()
         again_of = [space.decision_graph.flows_again(amount) for amount in self.amounts]
+        as_made = [space.decision_graph.as_made(amount) for amount in self.amounts]
         known: dict[object, Costs] = {}
         for flow, count in space.decision_graph.flows.items():
             tail, head, ref, _ = flow
@@ -238,13 +239,28 @@ class StageCosts:
             if key not in known:
                 added_s = self._added_s(flow) * count if adds_up else np.zeros(pair[0].shape)
                 known[key] = self._pair(pair, is_param, count, place, again, kept, factor, late, added_s)
-            costs, ends = known[key], (self.index[tail], self.index[head])
-            if ends[0] > ends[1]:
-                ends = ends[1], ends[0]
-                parts, saved = (each.swapaxes(0, 1) for each in (costs.parts, costs.saved))
-                costs = replace(costs, parts=parts, saved=saved, wall=costs.wall.T)
-            found.setdefault(ends, []).append(costs)
+            ends = self.index[tail], self.index[head]
+            for costs in (known[key], *(self._kept_as_made(flow, as_made) if place == BODY else ())):
+                if ends[0] > ends[1]:
+                    parts, saved = (each.swapaxes(0, 1) for each in (costs.parts, costs.saved))
+                    costs = replace(costs, parts=parts, saved=saved, wall=costs.wall.T)
+                found.setdefault((min(ends), max(ends)), []).append(costs)
         return found
+
+    def _kept_as_made(self, flow: Flow, as_made: Sequence[AsMade]) -> list[Costs]:
+        """What a value that is kept as it was made takes besides, by level: its resharding again, and its bytes."""
+        again = np.array([float(each.again.get(flow, 0)) for each in as_made])
+        places = [at for at in range(len(flow[3])) if any((flow, at) in each.held for each in as_made)]
+        if not again.any() and not places:
+            return []
+        enlarging = self.space.edge_costs.enlarging(flow)
+        shape = enlarging.again_s.shape
+        parts, saved = np.zeros((*shape, len(USES))), np.zeros((*shape, len(self.levels)))
+        parts[..., AGAIN] = np.where(np.isfinite(enlarging.again_s), enlarging.again_s, 0.0)
+        for at in places:
+            times = np.array([float(each.held.get((flow, at), 0)) for each in as_made])
+            saved += enlarging.smaller_bytes[at][..., None] * times
+        return [Costs(BODY, parts, again, saved, np.zeros(shape), is_value=True)]
 
     def _pair(
         self,

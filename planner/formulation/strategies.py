@@ -38,6 +38,14 @@ class Choice:
         """Collectives of the operator's own local form, with the axis each runs on."""
         return tuple((axis, inner) for axis, strategy in enumerate(self.axes) for inner in strategy.inner)
 
+    def shares(self, mesh: Mesh) -> dict[str, int]:
+        """How many ranks, or micro-batches, share each factor that is sharded, and how many do so in a named way."""
+        found: dict[str, int] = {}
+        for axis, strategy in zip(mesh.axes, self.axes, strict=True):
+            for name in {strategy.factor, strategy.way} if strategy.factor else ():
+                found[name] = found.get(name, 1) * axis.size
+        return found
+
 
 def rule_of(graph: Graph, node: Node) -> Rule:
     """The node's factor rule; operators without a row get one in which nothing can be sharded."""

@@ -44,7 +44,7 @@ def attention(node: Node, operands: tuple[TensorType, ...]) -> Rule:
         linear=[{2}],
     )
     offset_rows = node["is_causal"] and "query" in rule.sizes
-    return replace(rule, special={"query": Special(strided=True)}) if offset_rows else rule
+    return replace(rule, special={"query": (Special(strided=True),)}) if offset_rows else rule
 
 
 def is_causal(node: Node) -> bool:

@@ -36,7 +36,7 @@ def convolution(node: Node, operands: Operands) -> Rule:
         addends=addends,
         linear=[{0, *addends}, {1, *addends}],
     )
-    return replace(rule, special={"g": Special()} if groups > 1 else {})
+    return replace(rule, special={"g": (Special(),)} if groups > 1 else {})
 
 
 def convolution_flops(node: Node, operands: Operands, rule: Rule) -> int:

@@ -24,7 +24,7 @@ def embedding(node: Node, operands: Operands) -> Rule:
     counts_globally = node["scale_grad_by_freq"] or node["sparse"]
     whole = ["v", "h", *index] if counts_globally else ()
     rule = signature(node, operands, [["v", "h"], index], [[*index, "h"]], whole=whole, linear=[{0}])
-    return replace(rule, special={"v": Special()} if "v" in rule.sizes else {})
+    return replace(rule, special={"v": (Special(),)} if "v" in rule.sizes else {})
 
 
 def embedding_bag(node: Node, operands: Operands) -> Rule:
@@ -56,7 +56,7 @@ def embedding_bag(node: Node, operands: Operands) -> Rule:
         bags = tuple(name for name in ("b",) if name in rule.sizes)
         counts = (Inner("all_reduce", bags, 8),) if mode == MEAN and has_padding else ()
         special["n"] = Special(inner=counts)
-    return replace(rule, special={name: each for name, each in special.items() if name in rule.sizes})
+    return replace(rule, special={name: (each,) for name, each in special.items() if name in rule.sizes})
 
 
 def embedding_slabs(node: Node, operands: Operands) -> Rule:
@@ -67,7 +67,7 @@ def embedding_slabs(node: Node, operands: Operands) -> Rule:
     """
     ins = [["slab", "r", "h"], ["b", "slab", "c"], ["slab", "t"]]
     rule = signature(node, operands, ins, [["b", "slab", "t", "h"]], whole=["c", "t"], linear=[{0}])
-    return replace(rule, special={"r": Special()} if "r" in rule.sizes else {})
+    return replace(rule, special={"r": (Special(),)} if "r" in rule.sizes else {})
 
 
 def checked_ids(node: Node, operands: Operands) -> Rule:

@@ -35,7 +35,7 @@ def like_operand(node: Node, operands: Operands) -> Rule:
     names = letters(len(result.shape))
     rule = signature(node, operands, [lent], [names], whole=names)
     return replace(
-        rule, special={name: Special(results={0: R}, strided=True) for name in rule.sizes.keys() - rule.whole}
+        rule, special={name: (Special(results={0: R}, strided=True),) for name in rule.sizes.keys() - rule.whole}
     )
 
 

@@ -49,7 +49,7 @@ def function(node: Node, operands: Operands) -> Rule:
         operands=tuple(tensors[: len(operands)]),
         results=tuple(tensors[len(operands) :]),
         whole=frozenset(whole),
-        special={name: Special(strided=False) for name in sizes},
+        special={name: (Special(strided=False),) for name in sizes},
         terms=not any(t.grad for t in node.results) or bool(node["terms"]),
     )
 

@@ -179,7 +179,7 @@ def _with_classes(node: Node, operands: Operands) -> list[str]:
 
 def _of_classes(rule: Rule) -> Rule:
     """The rule with a local form where classes are sharded."""
-    return replace(rule, special={"classes": Special()} if "classes" in rule.sizes else {})
+    return replace(rule, special={"classes": (Special(),)} if "classes" in rule.sizes else {})
 
 
 def _looked_up(node: Node, names: list[str]) -> tuple[list[str], list[str]]:

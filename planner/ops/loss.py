@@ -41,7 +41,7 @@ def by_class(node: Node, operands: Operands) -> Rule:
         return rule
     denominator = Inner("all_reduce", (), max(4, weight[0].item_bytes) if weight else 8)
     shared = Special(inner=(denominator,), strided=True)
-    return replace(rule, special={name: shared for name in tokens if name in rule.sizes})
+    return replace(rule, special={name: (shared,) for name in tokens if name in rule.sizes})
 
 
 def cross_entropy(node: Node, operands: Operands) -> Rule:
@@ -58,7 +58,7 @@ def cross_entropy(node: Node, operands: Operands) -> Rule:
     largest = Inner("all_reduce", tokens, max(4, operands[0].item_bytes))
     sums = replace(largest, count=3 if node["label_smoothing"] else 2)
     vocabulary = Special(results={0: I}, inner=(largest, sums))
-    return replace(rule, whole=rule.whole - {"v"}, special={**rule.special, "v": vocabulary})
+    return replace(rule, whole=rule.whole - {"v"}, special={**rule.special, "v": (vocabulary,)})
 
 
 def pointwise(node: Node, operands: Operands) -> Rule:

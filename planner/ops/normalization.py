@@ -74,7 +74,7 @@ def batch_norm(node: Node, operands: Operands) -> Rule:
         strided=True,
         by_micro_batch=True,
     )
-    return replace(rule, special={"n": special})
+    return replace(rule, special={"n": (special,)})
 
 
 def norm(rule: RuleOf, *saves: str, normalizes: bool = False) -> Row:

@@ -5,6 +5,7 @@ The rows of all families become one table, :data:`OPS`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from planner.ir.graph import Node, TensorType
@@ -14,6 +15,7 @@ from planner.ops import (
     convolution,
     elementwise,
     embedding,
+    experts,
     factory,
     function,
     indexing,
@@ -23,7 +25,7 @@ from planner.ops import (
     reduction,
     reshape,
 )
-from planner.ops.table import Row
+from planner.ops.table import BETWEEN, Row
 
 FAMILIES = (
     elementwise,
@@ -33,6 +35,7 @@ FAMILIES = (
     factory,
     contraction,
     attention,
+    experts,
     normalization,
     loss,
     embedding,
@@ -66,6 +69,20 @@ def attends(op: str) -> bool:
     return row is not None and row.kernel == "attention"
 
 
+def mixes(op: str) -> bool:
+    """Whether an operator is a mixture of experts."""
+    return op in experts.ROWS
+
+
+def load(op: str, ways: Iterable[str], imbalance: float | None) -> float:
+    """The work of the busiest rank over the average, of an operator that runs in these ways on the axes of a mesh.
+
+    Args:
+        imbalance: what it is where ranks share experts; ``None``: they get as many rows.
+    """
+    return imbalance or 1.0 if mixes(op) and any(way in experts.UNEVEN for way in ways) else 1.0
+
+
 def drops(node: Node) -> str:
     """The argument that says what share of elements an operator sets to 0 at random; empty where it drops none."""
     row = OPS.get(node.op)
@@ -89,7 +106,7 @@ def saved_places(node: Node, operands: tuple[TensorType, ...], *, own: bool = Fa
     for saved in (*row.saved(node, operands), *(function.holds(node) if own else ())):
         if (place := saved.among(first)) is not None:
             places[place] = None
-        elif own and saved.kind in ("own", "mask"):
+        elif own and saved.kind in ("own", "mask", BETWEEN):
             places[0] = None
         elif own and (kept := function.kept(saved, node)) is not None and kept[1] >= 1:
             places[kept[0]] = None

@@ -7,13 +7,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from planner.ir.graph import Node, TensorType
 from planner.ops import OPS
+from planner.ops.experts import RowsBetween
 from planner.ops.function import kept
-from planner.ops.table import Saved
+from planner.ops.table import BETWEEN, Saved
 
 FLASH = (Saved("out"), Saved("rows"))
 """What a flash kernel keeps of attention, and one that keeps scores does not."""
@@ -48,14 +50,25 @@ def is_exact(saved: Saved, node: Node) -> bool:
     return saved.kind in ("own", "mask", "copy") or (saved == SCORES and not node["dropout_p"])
 
 
-def own_bytes(saved: Saved, node: Node, types: Sequence[TensorType], sizes: Sequence[int], on_cpu: bool) -> int:
+def own_bytes(
+    saved: Saved,
+    node: Node,
+    types: Sequence[TensorType],
+    sizes: Sequence[int],
+    on_cpu: bool,
+    shares: Mapping[str, int] = MappingProxyType({}),
+    imbalance: float = 1.0,
+) -> int:
     """Bytes of what an operator keeps besides its operands and results, see :func:`is_own`.
 
     Args:
         types: of its operands.
         sizes: bytes of its tensors on one rank: operands, then results.
         on_cpu: whether it runs on a CPU.
+        shares, imbalance: as of :class:`planner.ops.experts.RowsBetween`.
     """
+    if saved.kind == BETWEEN:
+        return RowsBetween(node, types, shares, imbalance).kept_bytes
     like = kept(saved, node)
     if like is not None:
         place, each = like
@@ -86,16 +99,26 @@ class ScratchBytes:
     backward: int = 0
 
 
-def beside(node: Node, types: Sequence[TensorType], sizes: Sequence[int], on_cpu: bool) -> ScratchBytes:
-    """What attention that keeps scores needs while it runs; its operands are taken to be heads that lie side by side.
+def beside(
+    node: Node,
+    types: Sequence[TensorType],
+    sizes: Sequence[int],
+    on_cpu: bool,
+    shares: Mapping[str, int] = MappingProxyType({}),
+    imbalance: float = 1.0,
+) -> ScratchBytes:
+    """What experts, and attention that keeps scores, need while they run.
 
-    It scales query and key, copies both and the value for products of batches, and holds the scaled query to the end.
-    A softmax is beside the scores, and in backward the gradients of both are.
+    Operands of attention are taken to be heads that lie side by side. It scales query and key, copies both and the
+    value for products of batches, and holds the scaled query to the end. A softmax is beside the scores, and in
+    backward the gradients of both are.
 
     Args:
-        types, sizes, on_cpu: as in :func:`own_bytes`.
+        types, sizes, on_cpu, shares, imbalance: as in :func:`own_bytes`.
     """
     row = OPS.get(node.op)
+    if row is not None and Saved(BETWEEN) in row.saved(node, tuple(types)):
+        return ScratchBytes(*RowsBetween(node, types, shares, imbalance).scratch_bytes(sizes))
     if row is None or not on_cpu or SCORES not in row.saved(node, tuple(types)):
         return ScratchBytes()
     drops, scores, wide = bool(node["dropout_p"]), _scores_bytes(types, sizes), _wide(types) // types[0].item_bytes

@@ -22,7 +22,8 @@ Dims = tuple[Dim, ...]
 class Inner:
     """A collective that an operator's local form performs itself when a factor is sharded.
 
-    It moves ``count`` elements for every index of ``factors`` (rank-local), of ``item_bytes`` each.
+    It moves ``count`` elements for every index of ``factors`` (rank-local), of ``item_bytes`` each; ranks that share
+    factors of ``shared`` share these elements.
     """
 
     kind: str
@@ -30,16 +31,17 @@ class Inner:
     item_bytes: int
     count: int = 1
     phase: str = "forward"
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Special:
-    """What sharding a factor means where the mechanical types do not hold.
+    """A way to shard a factor where the mechanical types do not hold, or not alone.
 
-    ``operands``/``results`` give local types where they differ from the mechanical ones (by position).
-    ``strided`` says that the local form also holds when each rank has several strips of the factor.
-    ``by_micro_batch`` says that a micro-batch may do without what the others share, where a pin asks for that: it is
-    another computation then (batch norm).
+    ``name`` tells it from other ways to shard the same factor. ``operands``/``results`` give local types where they
+    differ from the mechanical ones (by position). ``strided`` says that the local form also holds when each rank has
+    several strips of the factor. ``by_micro_batch`` says that a micro-batch may do without what the others share, where
+    a pin asks for that: it is another computation then (batch norm).
     """
 
     operands: Mapping[int, LocalType] = field(default_factory=dict)
@@ -47,6 +49,11 @@ class Special:
     inner: tuple[Inner, ...] = ()
     strided: bool = False
     by_micro_batch: bool = False
+    name: str = ""
+
+
+MECHANICAL = (Special(strided=True),)
+"""How a factor is sharded that needs nothing of its own."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Rule:
         addends: operands that are added to the result; under a contracted factor they must be ``P``.
         linear: sets of operands in which the result is jointly linear while the others stay fixed, so
             that ``P`` on all operands of a set (``R`` on the rest) gives ``P``.
-        special: factors whose sharding needs types or collectives of its own.
+        special: factors whose sharding needs types or collectives of its own, with every way to shard them.
         terms: backward is linear in the gradients of the results, as every derivative is: it may be given terms of a
             sum. Where it is not, it needs them complete.
     """
@@ -71,12 +78,16 @@ class Rule:
     whole: frozenset[str] = frozenset()
     addends: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
-    special: Mapping[str, Special] = field(default_factory=dict)
+    special: Mapping[str, tuple[Special, ...]] = field(default_factory=dict)
     terms: bool = True
+
+    def variants(self, factor: str) -> tuple[Special, ...]:
+        """The ways to shard a factor."""
+        return self.special.get(factor, MECHANICAL)
 
     def may_stride(self, factor: str) -> bool:
         """Whether ``factor`` may be sharded strip by strip."""
-        return factor not in self.whole and (factor not in self.special or self.special[factor].strided)
+        return factor not in self.whole and any(way.strided for way in self.variants(factor))
 
     def check(self, operand_shapes: tuple[tuple[int, ...], ...], result_shapes: tuple[tuple[int, ...], ...]) -> None:
         """Assert that every dim's factors multiply to its size."""
@@ -90,7 +101,8 @@ class Rule:
 class AxisStrategy:
     """One way to run an operator on one mesh axis: the local type of every operand and result.
 
-    ``factor`` is the factor that is sharded, ``""`` when none is (then ``kind`` says how).
+    ``factor`` is the factor that is sharded, ``""`` when none is (then ``kind`` says how); ``variant`` is the name of
+    the :class:`Special` that says how it is.
     """
 
     kind: str
@@ -99,13 +111,19 @@ class AxisStrategy:
     operands: tuple[LocalType, ...]
     results: tuple[LocalType, ...]
     inner: tuple[Inner, ...] = ()
+    variant: str = ""
+
+    @property
+    def way(self) -> str:
+        """The factor and, where it is sharded in a way that has a name, that name: ``t``, ``t.dispatch``."""
+        return f"{self.factor}.{self.variant}" if self.variant else self.factor
 
     def __str__(self) -> str:
         if self.kind == "partial" and {*self.operands} != {P}:  # there may be several: says of which operands
             return "partial/" + "+".join(str(i) for i, local_type in enumerate(self.operands) if local_type == P)
         if not self.factor:
             return self.kind
-        return f"{self.factor}" if self.outer == 1 else f"{self.factor}/{self.outer}"
+        return self.way if self.outer == 1 else f"{self.way}/{self.outer}"
 
 
 def find(dims: Dims, factor: str, sizes: Mapping[str, int]) -> tuple[int, int] | None:
@@ -116,9 +134,9 @@ def find(dims: Dims, factor: str, sizes: Mapping[str, int]) -> tuple[int, int] |
     return None
 
 
-def shard_factor(rule: Rule, factor: str, outer: int = 1) -> AxisStrategy:
-    """The strategy that shards ``factor`` (each of its ``outer`` strips) on an axis."""
-    special = rule.special.get(factor, Special())
+def shard_factor(rule: Rule, factor: str, outer: int = 1, variant: str = "") -> AxisStrategy:
+    """The strategy that shards ``factor`` (each of its ``outer`` strips) on an axis, in the way called ``variant``."""
+    special = next(way for way in rule.variants(factor) if way.name == variant)
 
     def place(dims: Dims, absent: LocalType) -> LocalType:
         found = find(dims, factor, rule.sizes)
@@ -130,7 +148,7 @@ def shard_factor(rule: Rule, factor: str, outer: int = 1) -> AxisStrategy:
         for i, dims in enumerate(rule.operands)
     )
     results = tuple(special.results.get(i, place(dims, P)) for i, dims in enumerate(rule.results))
-    return AxisStrategy("shard", factor, outer, operands, results, special.inner)
+    return AxisStrategy("shard", factor, outer, operands, results, special.inner, variant)
 
 
 def axis_strategies(rule: Rule, size: int, outers: Mapping[str, frozenset[int]] | None = None) -> list[AxisStrategy]:
@@ -146,8 +164,9 @@ def axis_strategies(rule: Rule, size: int, outers: Mapping[str, frozenset[int]] 
         if factor in rule.whole or length < size or size == 1:
             continue
         for outer in sorted((outers or {}).get(factor, frozenset()) | {1}):
-            if length % outer == 0 and (length // outer) % size == 0 and (outer == 1 or rule.may_stride(factor)):
-                found.append(shard_factor(rule, factor, outer))
+            if length % outer == 0 and (length // outer) % size == 0:
+                ways = (way for way in rule.variants(factor) if outer == 1 or way.strided)
+                found += [shard_factor(rule, factor, outer, way.name) for way in ways]
     for operands in rule.linear:
         types = tuple(P if i in operands else R for i in range(len(rule.operands)))
         found.append(AxisStrategy("partial", "", 1, types, (P,) * len(rule.results)))

@@ -32,9 +32,11 @@ def contraction_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) 
     return 2 * math.prod(rule.sizes.values())
 
 
-OWN = ("own", "mask", "rows", "scores")
+BETWEEN = "between"
+OWN = ("own", "mask", "rows", "scores", BETWEEN)
 """What backward may need besides operands and results: a tensor like the first operand; what was drawn for each of its
-elements; a float32 for each of its rows (along the last dim); attention's scores, where there is no flash kernel."""
+elements; a float32 for each of its rows (along the last dim); attention's scores, where there is no flash kernel; what
+experts make of their rows between."""
 
 
 class Saved(NamedTuple):
@@ -92,6 +94,8 @@ class Row:
         works: tensors of the size of the first operand that backward needs while it runs.
         view: the result aliases the first operand; it costs nothing and saves nothing.
         random: draws random numbers (ranks that hold different data must draw differently).
+        anew: what it keeps for backward besides operands and results is not held where it runs again, but made anew, as
+            what is drawn at random is.
         drops: the argument that says what share of elements is dropped; where that is 0, nothing is drawn.
         kernel: what it runs: a product as in ``linear`` or ``matmul``, attention, a kernel whose flops say enough
             (``other``), or a stream of bytes of some family.
@@ -114,6 +118,7 @@ class Row:
     works: int = 0
     view: bool = False
     random: bool = False
+    anew: bool = False
     drops: str = ""
     kernel: Literal["linear", "matmul", "attention", "other"] | Family = "multiply"
     normalizes: bool = False

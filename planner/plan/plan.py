@@ -45,7 +45,7 @@ from planner.plan.document.encoding import parse as parse_json
 from planner.plan.document.entries import check_entries, stray
 from planner.plan.document.fingerprint import coverage
 from planner.plan.document.model_mismatch import difference
-from planner.plan.document.notes import notes
+from planner.plan.document.notes import notes, unknown_share
 from planner.plan.document.remat_names import Stated, read_amounts, read_by_number
 from planner.plan.document.validation import check_consistent
 from planner.search.block_splitting import finer
@@ -403,6 +403,7 @@ def describe(
         transfer_schedules=transfer_schedules,
         optimizer_bytes_per_element=space.training.optimizer_bytes_per_element,
         coverage=unknown,
+        unknown_share=unknown_share(assignment, predicted, stages) if unknown else 0.0,
         notes=notes(assignment, model, unknown, predicted, stages),
         offload=next(name for name, tier in TIERS.items() if tier == space.training.tier),
         decided=assignment,
@@ -438,12 +439,8 @@ def restage(plan: Plan, assignment: Assignment) -> Staged | None:
         )
     levels = read_by_number(plan, assignment.space)
     links = links_of(assignment, used(at_levels(folded, levels), folded), found.schedule)
-    # A block that gathers nothing has nothing to gather again.
-    ways = (
-        level if level != "gathered" or level in link.levels else "none"
-        for link, level in zip(links, levels, strict=True)
-    )
-    savings = [link.levels.index(level) for link, level in zip(links, ways, strict=True)]
+    come_to = (assignment.comes_to(each.kind, level) for each, level in zip(folded.instances, levels, strict=True))
+    savings = [link.levels.index(level) for link, level in zip(links, come_to, strict=True)]
     try:
         cut = cut_of(pipeline, chain_of(links), found.bounds, savings)
         return replace(price(links, pipeline, cut, found.unsharding.prefetch), micro_batches=micro_batches)

@@ -38,6 +38,7 @@ from planner.search.candidate_bounds import (
     begin_together,
     better,
     close,
+    doubt_of,
     evaluate_branch,
     is_near,
     is_reached,
@@ -234,8 +235,11 @@ def _best_first(
 ) -> tuple[Incumbent | None, list[Branch]]:
     """Best first over the configurations, starting from the best plan known; what became of each, in their order."""
     arithmetic, schedule = Arithmetic(decision_graph, context.cost), context.pins.schedule
-    batch = batch_of(decision_graph.graph)
-    waiting = begin_together(begin(config, arithmetic.bound_s(config, schedule), frontier, batch) for config in configs)
+    batch, span = batch_of(decision_graph.graph), context.cost.cluster.spans[0]
+    waiting = begin_together(
+        begin(config, arithmetic.bound_s(config, schedule), frontier, doubt_of(config, batch, span))
+        for config in configs
+    )
     is_split = any(config.micro_batched for config in configs)
     usual = seeds(configs, context.cost.cluster, decision_graph.graph) if is_split else []
     first = {config: number for number, config in enumerate(usual)}

@@ -60,7 +60,9 @@ PROVED = 1e-6
 LIKELY = 0.02
 """A pipeline that is likely to be faster than the best plan by this part is cut at once."""
 DOUBT = 1.5
-"""So many times longer than bounds say a step is expected where samples are too few for the ranks."""
+"""So many times longer a step is expected where samples are too few for the ranks; see :func:`doubt_of`."""
+GROWTH = 0.08
+"""A step is expected to grow by this power of the micro-batches beyond those that it is bounded with."""
 SIMILAR = 4
 """Up to so many times the micro-batches costs are near enough to those of a multiple to solve relaxations with them."""
 GRACE_S = 1.0
@@ -272,6 +274,7 @@ class Branch:
     is_sought: bool = False
     others: tuple[Branch, ...] = ()
     doubt: float = 1.0
+    growth: float = 1.0
     pipeline: Pipeline | None = None
     likely_s: float = 0.0
     bounds: PipelineBounds | None = None
@@ -315,8 +318,10 @@ class Branch:
     @cached_property
     def expected_s(self) -> float:
         """Seconds that its plans may take: its bound, or unless waiting is in it that of a pipeline of even stages."""
-        if self.likely_s:
+        if self.likely_s and self.formulated is not None:
             return max(self.candidate.bound_s, self.likely_s)
+        if self.likely_s:
+            return self.likely_s * self.doubt * self.growth
         p = self.pipeline
         waits = 0.0 if p is None else (p.ranks - 1) / (p.micro_batches * p.virtual_stages)
         return self.bound_s * self.doubt * (1 + waits)
@@ -343,14 +348,19 @@ class Branch:
         return least, more
 
 
-def begin(config: ParallelConfig, bound_s: float, frontier: ParetoFrontier, batch: int) -> Branch:
-    """A configuration of which only arithmetic is known; its plans are doubted where not even the last axis leaves
-    others a sample of each micro-batch.
-    """
+def begin(config: ParallelConfig, bound_s: float, frontier: ParetoFrontier, doubt: float = 1.0) -> Branch:
+    """A configuration of which only arithmetic is known."""
     candidate = Candidate(config, "not tried", math.inf, bound_s, 0, "arithmetic")
-    ranks = config.mesh.size // config.mesh.sizes[-1]
-    doubt = DOUBT if ranks * config.mesh.micro_batches > max(1, batch) else 1.0
     return Branch(candidate, None, frontier, 0, len(frontier.steps) - 1, doubt=doubt)
+
+
+def doubt_of(config: ParallelConfig, batch: int, span: int) -> float:
+    """How many times longer than bounds say a step is expected: some where micro-batches have fewer samples than ranks
+    to share them, unless the last axis is within a node and there are enough for the others.
+    """
+    samples = max(1, batch) // config.mesh.micro_batches
+    ranks, last = config.mesh.size, config.mesh.sizes[-1]
+    return 1.0 if samples >= ranks or (last <= span and samples >= ranks // last) else DOUBT
 
 
 def begin_together(branches: Iterable[Branch]) -> list[Branch]:
@@ -419,7 +429,9 @@ def _by_pipeline(
         status = "infeasible" if math.isinf(bound_s) else "not tried"
         candidate = replace(each.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="work")
         is_similar = micro_batches <= SIMILAR * fewest.mesh.micro_batches
-        each = replace(each, candidate=candidate, bounds=bounds if is_similar else None, met=bounds.choices)
+        growth = (micro_batches / fewest.mesh.micro_batches) ** GROWTH
+        known = bounds if is_similar else None
+        each = replace(each, candidate=candidate, bounds=known, met=bounds.choices, growth=growth)
         if config == fewest:
             each = replace(each, formulated=bounds.costs.space)
         found += [
@@ -441,7 +453,7 @@ def _by_itself(context: SearchContext, decision_graph: DecisionGraph, branch: Br
     bounds = context.own_bounds.get(config) or context.bounds(decision_graph, config)
     context.own_bounds[config] = bounds
     context.took("build", before)
-    bound_s = max(branch.candidate.bound_s, bounds.free_s)
+    bound_s = max(branch.candidate.bound_s, bounds.free_s, bounds.packed_s(config.mesh.micro_batches))
     candidate = replace(branch.candidate, bound_s=bound_s)
     return replace(branch, candidate=candidate, formulated=bounds.costs.space, bounds=bounds)
 
@@ -456,8 +468,11 @@ def _estimated(context: SearchContext, branch: Branch, best: Incumbent | None) -
 
 
 def _proved(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
-    """A pipeline bounded with what its stages wait and hold, whatever its cut and its recomputation."""
-    return close(replace(_at_prices(context, branch, best, is_proof=True), is_priced=True), best)
+    """A pipeline bounded with what its stages wait and hold, whatever its cut and its recomputation; and cut for what
+    solved that.
+    """
+    branch = replace(_at_prices(context, branch, best, is_proof=True), is_priced=True)
+    return close(branch, best) if is_near(context, branch, best) else _cut(context, branch, best)
 
 
 def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None, is_proof: bool) -> Branch:

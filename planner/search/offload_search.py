@@ -93,7 +93,7 @@ def _is_short_of_room(context: SearchContext, found: Searched) -> bool:
     """Whether a plan makes anything again, or may have model data on the device; with micro-batches also whether what
     moves may do so for several micro-batches.
     """
-    if found.recomputing.recompute.without_gathering() or context.training.tier == "either":
+    if found.recomputing.recompute.without_gathered() or context.training.tier == "either":
         return True
     return found.staged is not None and not holds_all(found.recomputing, found.staged)
 

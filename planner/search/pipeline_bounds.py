@@ -33,6 +33,8 @@ CLOSE = 5e-3
 """Part of a step between bound and program that is not worth another round."""
 MOST_NEW = 4
 """Variants at most that the master program is given at once."""
+BEST = 2
+"""Choices at most of those that solve a relaxation, besides the best for all blocks alike."""
 TOGETHER, LEAST_TOGETHER, ENTRIES = 16, 4, 4_000_000
 """For so many prices at a time the choices of least cost are found; for fewer where tables have more entries."""
 ALIKE = 0.05
@@ -158,7 +160,7 @@ class PipelineBounds:
             solution = master.solve(OVER * max(bound_s, 1e-9))
             solution = replace(solution, prices=solution.prices.of_part(part))
             if solution.over > 0.0 and self._needs_more(solution.prices):
-                return PipelineBound(enough_s, tuple(met), solution.step_s)
+                return PipelineBound(enough_s, self.choices, solution.step_s)
             at_these = partial(self._under, solution.prices, part * self.send_s, 1.0 / ranks, enough_s)
             is_wanted = is_proof or solution.step_s >= enough_s
             found = at_these(solution.step_s * (1 - CLOSE) if is_wanted else math.inf)
@@ -172,11 +174,10 @@ class PipelineBounds:
             met += new
             if is_last:
                 break
-        if bound_s < enough_s:
-            alike = self._alike(master.variants[0], solution, ranks)
-            if alike not in met:
-                met.append(alike)
-        return PipelineBound(bound_s, tuple(met), solution.step_s)
+        if bound_s >= enough_s:
+            return PipelineBound(bound_s, self.choices, solution.step_s)
+        best = [*_most_used(met, master, solution), self._alike(master.variants[0], solution, ranks)]
+        return PipelineBound(bound_s, tuple(dict.fromkeys(best)), solution.step_s)
 
     def _master(self, paths: Paths, part: float, limit_bytes: int | None) -> Master:
         homes = {BODY: None, FIRST: 0, LAST: paths.pipeline.stages - 1, ANYWHERE: None}
@@ -196,7 +197,7 @@ class PipelineBounds:
             variants = self.costs.variants(choices, master.pipeline.ranks, part)
             for group, place in enumerate(self.places):
                 for variant in variants[place]:
-                    master.add(group, variant)
+                    master.add(group, replace(variant, choices=choices))
 
     def _narrow_at_pace(self, paths: Paths, part: float, enough_s: float) -> float:
         """What plans take at least if memory cost nothing; drops choices with which that is ``enough_s`` or more.
@@ -434,6 +435,14 @@ def _alike_stages(prices: Prices) -> list[Ints]:
     rounded = np.round(by_use / max(float(by_use.max()), 1e-300) / ALIKE).astype(np.int64)
     _, numbers = np.unique(rounded, axis=0, return_inverse=True)
     return [np.flatnonzero(numbers.reshape(-1) == number) for number in range(int(numbers.max()) + 1)]
+
+
+def _most_used(met: Iterable[tuple[int, ...]], master: Master, solution: MasterSolution) -> list[tuple[int, ...]]:
+    """The choices in whose variants most blocks are, at most :data:`BEST`, the most used last."""
+    used = dict.fromkeys(met, 0.0)
+    for variant, shares in zip(master.variants[0], solution.shares[0], strict=True):
+        used[variant.choices] += float(shares.sum())
+    return sorted((each for each in used if used[each] > 0.0), key=lambda each: used[each])[-BEST:]
 
 
 def least_send_s(space: Space) -> float:

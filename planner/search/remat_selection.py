@@ -27,7 +27,9 @@ from planner.cost.model import CostModel
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.backward_slice import Backward
 from planner.formulation.remat.levels import Level, Levels
+from planner.formulation.resharding import passes
 from planner.ir.graph import Node, Ref
+from planner.ir.layout import Axis
 from planner.ops import OPS
 from planner.ops.aliasing import shares
 from planner.ops.attention import is_causal
@@ -36,6 +38,8 @@ MOST = 3
 """So many levels a block has between keeping everything and keeping nothing."""
 SMALL = 1e-3
 """Results of at most this share of what a block holds are always kept, such as the scale of a norm of each token."""
+SHARD_BYTES = 2**25
+"""A shard whose gathering is priced: large, so that what a call takes however small it is does not weigh."""
 WORTH = 0.02
 """A level is left out if without it at most this share of the seconds to make everything again is lost."""
 
@@ -52,13 +56,20 @@ class Point:
 def with_levels_between(levels: Levels, decision_graph: DecisionGraph, cost: CostModel) -> Levels:
     """The same with levels that are found for every kind of block instead of ``selective`` and ``full``.
 
-    What leaves the most bytes free for its seconds goes first, whatever block it is of.
+    What leaves the most bytes free for its seconds goes first, whatever block it is of. So does ``resharded``, where
+    gathering takes fewer seconds than the first results that are recomputed; elsewhere it is part of recomputing them.
     """
-    moves = [move for move in levels.moves if move[1] not in ("selective", "full")]
+    moves = [move for move in levels.moves if move[1] not in ("resharded", "selective", "full")]
     dear: list[tuple[float, int, Level]] = []
     for kind in (kind for kind, level in levels.moves if level == "full"):
         points = corners(decision_graph, kind, cost)
-        dear += [(_slope(some, next_), kind, next_.level) for some, next_ in pairwise(points)]
+        slopes: list[tuple[float, int, Level]] = [
+            (_slope(some, next_), kind, next_.level) for some, next_ in pairwise(points)
+        ]
+        again_s = gathering_s(cost)
+        if decision_graph.blocks.again(kind, "resharded").as_made and all(again_s < slope for slope, *_ in slopes):
+            slopes.insert(0, (again_s, kind, "resharded"))
+        dear += slopes
     return Levels(levels.first, (*moves, *((kind, level) for _, kind, level in sorted(dear, key=lambda each: each[0]))))
 
 
@@ -102,6 +113,17 @@ def corners(decision_graph: DecisionGraph, kind: int, cost: CostModel) -> list[P
             break
         del front[1 + gains.index(min(gains))]
     return front
+
+
+def gathering_s(cost: CostModel) -> float:
+    """Seconds for each byte that is left free where shards are kept and gathered again, on the quickest links."""
+    level = cost.cluster.levels[0]
+    if level.size == 1:
+        return math.inf
+    called_s = cost.collective_s("all_gather", Axis(level.name, level.size, 1), SHARD_BYTES)
+    moved = passes("S>R", "forward", 0)
+    copied_s = cost.compute_s(0.0, SHARD_BYTES * (moved.before + moved.after * level.size), "float32")
+    return (called_s + copied_s) / (SHARD_BYTES * (level.size - 1))
 
 
 def _slope(some: Point, fewer: Point) -> float:

@@ -26,7 +26,7 @@ from planner.solve.choices import solve
 from planner.solve.problem import Problem
 from tests.autopar.models import MODELS
 
-PINS = ("replicate", "data", "context", "tensor")
+PINS = ("replicate", "data", "expert", "context", "tensor")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def _line(size: int) -> list[Recipe]:
         Recipe("tensor", {"tensor": size}),
         Recipe("tensor + sequence", {"tensor": size}, {"sequence_parallel": True}),
         Recipe("context", {"context": size}),
+        Recipe("expert", {"expert": size}),
         *(Recipe(f"random {seed}", {"all": size}, seed=seed) for seed in range(2)),
     ]
 
@@ -80,6 +81,8 @@ def _plane(outer: int, inner: int) -> list[Recipe]:
         Recipe("data x tensor, zero 3", {"data": outer, "tensor": inner}, {"zero": 3}),
         Recipe("data x context", {"data": outer, "context": inner}),
         Recipe("context x tensor", {"context": outer, "tensor": inner}),
+        Recipe("data x expert", {"data": outer, "expert": inner}, {"zero": 3}),
+        Recipe("expert x tensor", {"expert": outer, "tensor": inner}),
         *(Recipe(f"random {seed}", {"outer": outer, "inner": inner}, seed=seed) for seed in range(2)),
     ]
 

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopar
+
 BATCH, LENGTH, WIDTH, HEADS, VOCAB, LABELS = 8, 8, 32, 4, 64, 8
 
 Batch = dict[str, Tensor]
@@ -196,6 +198,57 @@ class UnknownOp(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
 
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class PrototypeExperts(nn.Module):
+    """Two prototypes of four experts, each with a top-1 of its own (M6-T)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routers = nn.Linear(WIDTH, 8, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(8, 2 * 16, WIDTH)), nn.Parameter(torch.randn(8, WIDTH, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, indices = self.routers(x).unflatten(-1, (2, 4)).softmax(-1).max(-1)
+        return autopar.experts(x, indices, weights, self.up, self.down, prototypes=2)
+
+
+class WideLayer(nn.Module):
+    def __init__(self, attention: nn.Module, experts: nn.Module):
+        super().__init__()
+        self.attention, self.experts = attention, experts
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.experts(self.norms[1](x))
+
+
+class WideNet(nn.Module):
+    """Three layers that share attention and experts, each with norms of its own (Xue et al. 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        attention, experts = SelfAttention(), PrototypeExperts()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(WideLayer(attention, experts) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 # ---- Transformers' ---------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +277,70 @@ def llama(**changes: Any) -> nn.Module:
         "num_attention_heads": HEADS, "num_key_value_heads": 2, "max_position_embeddings": 64,
     }  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
+
+
+MOE = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+"""What models of experts have in common; their own loop over experts runs in float64, torch's product does not."""
+
+
+def mixtral(**changes: Any) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**{**MOE, "intermediate_size": 48, "num_local_experts": 4, **changes})
+    config._experts_implementation = "eager"
+    return MixtralForCausalLM(config)
+
+
+def qwen2_moe() -> nn.Module:
+    """With a shared expert behind a gate of its own."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    config = Qwen2MoeConfig(
+        **MOE, intermediate_size=64, moe_intermediate_size=16, shared_expert_intermediate_size=32, num_experts=8
+    )
+    config._experts_implementation = "eager"
+    return Qwen2MoeForCausalLM(config)
+
+
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **MOE, intermediate_size=64, moe_intermediate_size=16, num_experts=8, head_dim=8, norm_topk_prob=True
+    )
+    config._experts_implementation = "eager"
+    return Qwen3MoeForCausalLM(config)
+
+
+def deepseek_v3() -> nn.Module:
+    """A dense layer, then one with a shared expert, and routing that is limited to groups and corrected by a bias."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        **{**MOE, "num_key_value_heads": HEADS}, intermediate_size=64, moe_intermediate_size=16, n_routed_experts=8,
+        n_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    model = DeepseekV3ForCausalLM(config)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.normal_(std=0.1)
+    return model
+
+
+def gpt_oss() -> nn.Module:
+    """With biases, and matrices that are transposed and have gates and ups in turn."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **MOE, intermediate_size=16, head_dim=8, num_local_experts=8, sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, pad_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    return GptOssForCausalLM(config)
 
 
 def bert() -> nn.Module:
@@ -293,6 +410,11 @@ MODELS: dict[str, Model] = {
         Model("gpt2", gpt2, text),
         Model("bloom", bloom, text, attends=False),
         Model("llama", llama, text),
+        Model("mixtral", mixtral, text),
+        Model("qwen2-moe", qwen2_moe, text),
+        Model("qwen3-moe", qwen3_moe, text),
+        Model("deepseek-v3", deepseek_v3, text),
+        Model("gpt-oss", gpt_oss, text, attends=False),
         Model("bert", bert, bert_batch),
         Model("t5", t5, lambda: {"input_ids": tokens(), "labels": labels(length=12)}),
         # 16 patches and the class token: no number of ranks divides the sequence.
@@ -304,6 +426,7 @@ MODELS: dict[str, Model] = {
             lambda: {"x": torch.randn(BATCH, LENGTH, WIDTH), "y": torch.randint(0, LABELS, (BATCH,))},
         ),
         Model("shared-layers", SharedLayers, lambda: {"ids": tokens(), "labels": labels()}),
+        Model("widenet", WideNet, lambda: {"ids": tokens(), "labels": labels()}),
         Model(
             "unknown-op",
             UnknownOp,

@@ -17,6 +17,7 @@ ROOMS = {
     "autopar": [
         "graph",
         "functions",
+        "operators",
         "tables",
         "capture",
         "runtime",

@@ -6,7 +6,8 @@ let go. The first of them that backward asks for makes all of them again, in one
 just the statements which that takes. Nothing else about autograd changes: gradients are the same to the last bit.
 
 Statements that draw random numbers draw the same again. What backward needs of them beside their operands and results,
-such as a mask, is no value of the program: it is let go too, and saved anew when they run again, in the same order.
+such as a mask, is no value of the program: it is let go too, and saved anew when they run again, in the same order. So
+is what experts make of their rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed._local_tensor import LocalTensor
 from torch.fx import GraphModule
 
 from autopar.runtime.autograd.saved_handle import Holder, SavedHandle
-from autopar.runtime.layers.random import draw, draw_attention
+from autopar.runtime.layers import REGIONS
 from autopar.runtime.spmd.prefetch_gather import PrefetchedGather
 from autopar.runtime.spmd.random_state import RandomState
 from autopar.runtime.spmd.run_state import RunState
@@ -89,10 +90,8 @@ def _state_of(program: GraphModule) -> RunState:
 
 def _entered(program: GraphModule, again: GraphModule, seeds: list[int]) -> dict[int, int]:
     """The regions of random numbers that ``again`` enters: number in ``program``, seed. A statement enters one."""
-    before, after = (
-        [n.name for n in each.graph.nodes if n.target in (draw, draw_attention)] for each in (program, again)
-    )
-    assert len(before) == len(seeds), "every statement that may draw is one region"
+    before, after = ([n.name for n in each.graph.nodes if n.target in REGIONS] for each in (program, again))
+    assert len(before) == len(seeds), "every statement of a region is one"
     numbers = {name: number for number, name in enumerate(before)}
     return {numbers[name]: seeds[numbers[name]] for name in after}
 

@@ -17,6 +17,7 @@ from autopar.runtime.layers.convolution import grouped_convolution
 from autopar.runtime.layers.embedding import vocab_embedding
 from autopar.runtime.layers.embedding_bag import sharded_embedding_bag
 from autopar.runtime.layers.embedding_slabs import row_sharded_slabs
+from autopar.runtime.layers.experts import experts
 from autopar.runtime.layers.loss import cross_entropy_loss, nll_loss, partial_mean
 from autopar.runtime.layers.normalization import (
     batch_norm,
@@ -24,6 +25,7 @@ from autopar.runtime.layers.normalization import (
     native_batch_norm_functional,
     native_batch_norm_no_stats,
 )
+from autopar.runtime.layers.random import draw, draw_attention
 from autopar.runtime.spmd.rank_index import Groups
 
 CONTRACTED = "contracted"
@@ -35,17 +37,20 @@ class LocalForm:
 
     Attributes:
         function: takes the operator's arguments as the operator does, and keywords.
-        groups: for each keyword that takes process groups, the factors that may be sharded over them, or
-            (:data:`CONTRACTED`,) for every factor that the first result lacks.
+        groups: for each keyword that takes process groups, the factors that may be sharded over them, in which way
+            (``AxisStrategy.way``), or (:data:`CONTRACTED`,) for every factor that the first result lacks.
         strips: for each of these keywords, the one that takes the local strips each group cuts, if the layer
             needs to know.
         takes_op: the function's first argument is the operator.
+        is_region: its first argument is the run state, and it is one region of it (:func:`RandomState.region`) that
+            draws nothing: what it keeps for backward is made anew where it runs again. It always replaces the operator.
     """
 
     function: Callable[..., Any]
     groups: Mapping[str, tuple[str, ...]]
     strips: Mapping[str, str] = field(default_factory=dict)
     takes_op: bool = False
+    is_region: bool = False
 
 
 _TOKENS = ("t", "d1", "d2", "d3")
@@ -68,6 +73,9 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     "aten.scatter.value": LocalForm(scatter, _CLASSES, takes_op=True),
     "aten.scaled_dot_product_attention.default": LocalForm(
         attention, {"query_groups": ("query",)}, strips={"query_groups": "query_strips"}
+    ),
+    "autopar.experts.default": LocalForm(
+        experts, {"holding_groups": ("e", "t.dispatch"), "dispatch_groups": ("t.dispatch",)}, is_region=True
     ),
     "aten.batch_norm.default": LocalForm(batch_norm, _BATCH),
     "aten._native_batch_norm_legit.default": LocalForm(native_batch_norm, _BATCH),
@@ -96,14 +104,19 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     },
 }  # fmt: skip
 
+REGIONS = (draw, draw_attention, *(form.function for form in LOCAL_FORMS.values() if form.is_region))
+"""The functions that enter a region of the run's random numbers, each once."""
+
 __all__ = [
     "CONTRACTED",
     "LOCAL_FORMS",
+    "REGIONS",
     "Groups",
     "LocalForm",
     "attention",
     "batch_norm",
     "cross_entropy_loss",
+    "experts",
     "grouped_convolution",
     "native_batch_norm",
     "native_batch_norm_functional",

@@ -40,9 +40,18 @@ class RandomState:
         self._coordinates: dict[tuple[GroupsOrMicroBatches, tuple[int, ...]], int] = {}
 
     @contextlib.contextmanager
-    def region(self, groups: GroupsOrMicroBatches = ()) -> Iterator[None]:
-        """Draw as the holder of this rank's slice over ``groups``; ranks that differ elsewhere draw the same."""
-        self.now, seed = self._next(groups)
+    def region(self, groups: GroupsOrMicroBatches = (), *, draws: bool = True) -> Iterator[None]:
+        """Draw as the holder of this rank's slice over ``groups``; ranks that differ elsewhere draw the same.
+
+        One that draws nothing takes no place in the stream: it is a region for what it keeps for backward.
+        """
+        self.now, seed = self._next(groups, draws)
+        if not draws:
+            try:
+                yield
+            finally:
+                self.now = None
+            return
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         try:
             with torch.random.fork_rng(devices), _simulated_ranks_forked():
@@ -51,12 +60,12 @@ class RandomState:
         finally:
             self.now = None
 
-    def _next(self, groups: GroupsOrMicroBatches) -> tuple[int | None, int]:
+    def _next(self, groups: GroupsOrMicroBatches, draws: bool) -> tuple[int | None, int]:
         """The number in the recording, if there is one, and the seed of the region that begins."""
         if self._replay is not None:
             return next(self._replay)
-        seed = (_mix(self.seed, self.calls) + self._coordinate(groups) * _STRIDE) % _SEEDS
-        self.calls += 1
+        seed = 0 if not draws else (_mix(self.seed, self.calls) + self._coordinate(groups) * _STRIDE) % _SEEDS
+        self.calls += draws
         if self._recording is None:
             return None, seed
         self._recording.append(seed)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from planner.analysis.memory.storages import Storage, StorageTracker
-from planner.formulation.remat.backward_slice import Again
+from planner.formulation.remat.backward_slice import Again, is_view
 from planner.ir.folding import Block
 
 
@@ -88,6 +88,7 @@ class Frame:
         self.name, self.again, self.before = block.path, again, before
         self.ahead: list[Storage] = []
         self.at = {node.name: at for at, node in enumerate(block.nodes)}
+        self._computes = any(not is_view(block.nodes[at]) for at in again.operators)
         self.made: dict[Storage, tuple[Storage, ...]] = {}
         self.beside: dict[Storage, int] = {}
         self.copied: dict[Storage, int] = {}
@@ -111,6 +112,10 @@ class Frame:
         self.until_return += [heap.hold(result), heap.new(result.held.name, "temporary", copied_bytes)]
         self.copied[drawn] = copied_bytes
         self.makes(heap, drawn, (*operands, result), keeps=False)
+
+    def is_held_besides(self, storage: Storage) -> bool:
+        """Whether an operand is held for what runs again, or made again, while autograd holds a copy of it."""
+        return self._computes or (storage in self.made and storage not in self.kept)
 
     def makes(
         self, heap: StorageTracker, storage: Storage, sources: Iterable[Storage], keeps: bool, beside_bytes: int = 0

@@ -34,7 +34,7 @@ def run(walk: Walk, instance: Instance, level: Level, inputs: dict[Ref, Value]) 
     if level == "none":
         return _run_block(walk, instance, inputs)
     before = len(walk.tapes)
-    walk.frame = Frame(instance.block, walk.space.decision_graph.blocks.again(instance.kind, level), walk.before)
+    walk.frame = Frame(instance.block, walk.assignment.again(instance.kind, level), walk.before)
     outputs = _run_block(walk, instance, inputs)
     walk.frame.discard(walk.heap, walk.tapes[before:])
     walk.holding = walk.frame.held
@@ -126,7 +126,8 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
         return [Value(s, size) for s, size in zip(storages, sizes, strict=True)]
     tape = walk.tape(f"{node.path or node.name}: {node.op}", len(sizes))
     on_cpu, tensors_bytes = walk.space.cost.cluster.on_cpu, [*(value.bytes for value in operands), *sizes]
-    saves, needs = saved_tensors(node, types, on_cpu), beside(node, types, tensors_bytes, on_cpu)
+    shared_by = choice.shares(walk.mesh), walk.space.cost.cluster.expert_imbalance or 1.0
+    saves, needs = saved_tensors(node, types, on_cpu), beside(node, types, tensors_bytes, on_cpu, *shared_by)
     tensors = {Saved("in", i): value.storage for i, value in enumerate(operands)}
     if walk.is_away and not all(
         _is_index(saved, types) for saved in (*saves, *holds(node))
@@ -136,11 +137,11 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
     for saved in saves:
         if is_own(saved):
             before = len(tape.saved)
-            size = own_bytes(saved, node, types, tensors_bytes, on_cpu)
+            size = own_bytes(saved, node, types, tensors_bytes, on_cpu, *shared_by)
             tape.saved.append(heap.new(f"what {called(node)} keeps", "activations", size))
-            if walk.frame is not None and walk.frame.again.operators:
-                copies = saved == SCORES and size and not is_exact(saved, node)
-                copied_bytes = sum(value.bytes for value in operands) if copies else 0
+            if walk.frame is not None:
+                copies = operands if saved == SCORES and size and not is_exact(saved, node) else ()
+                copied_bytes = sum(value.bytes for value in copies if walk.frame.is_held_besides(value.storage))
                 if walk.frame.at[node.name] in walk.frame.again.drawing:
                     read = [value.storage for value in operands]
                     walk.frame.draws(heap, tape.saved[-1], read, storages[0], copied_bytes)
@@ -180,7 +181,7 @@ def reshard_shared(walk: Walk, ref: Ref, value: Value) -> Value:
     if sums:
         return value
     route = walk.assignment.shared_route(ref)
-    keeps = walk.frame is not None and (walk.frame.at[ref.node], ref.index) not in walk.frame.again.values
+    keeps = walk.frame is not None and (walk.frame.at[ref.node], ref.index) not in walk.frame.again.delivered
     result = convert(walk, value, walk.graph.type_of(ref), route, ref, keeps)
     walk.heap.drop(value.storage)
     return result

@@ -25,10 +25,7 @@ def is_asked(assignment: Assignment, instance: Instance, level: Level, of_weight
     space, nodes = assignment.space, instance.block.nodes
     if level == "none":
         return False
-    again, at_of = (
-        space.decision_graph.blocks.again(instance.kind, level),
-        {node.name: at for at, node in enumerate(nodes)},
-    )
+    again, at_of = assignment.again(instance.kind, level), {node.name: at for at, node in enumerate(nodes)}
     reads_weights = _reading_weights(space, nodes) if of_weights else at_of.keys()
     for at, node in enumerate(nodes):
         results = [Ref(node.name, index) for index in range(len(node.results))]
@@ -38,7 +35,7 @@ def is_asked(assignment: Assignment, instance: Instance, level: Level, of_weight
         places = saved_places(node, space.graph.input_types(node))
         made = ((at_of[tensors[p].node], tensors[p].index) for p in places if tensors[p].node in at_of)
         converted = (p for p in places if p in again.taken[at])
-        if at in again.drawing or not again.values.isdisjoint(made):
+        if at in again.drawing or not (again.values | again.delivered).isdisjoint(made):
             return True
         if any(_is_converted(assignment, node, place) for place in converted):
             return True

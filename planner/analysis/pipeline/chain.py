@@ -229,7 +229,7 @@ class _Chain:
         held["activations"] += sum(self.leaves.outputs(number).values())
         before = (self.leaves.versions - 1) * gradients.total()
         kind = instance.kind
-        levels = self.levels.computed(kind) if kind in self._gathering_nothing else self.levels.of(kind)
+        levels = tuple(dict.fromkeys(self.assignment.comes_to(kind, level) for level in self.levels.of(kind)))
         again_s = [self._again_s(number, level) for level in levels]
         memories = [self.memories.of(number, level) for level in levels]
         saved = [self._saved_bytes(number, memory) for memory in memories]
@@ -261,10 +261,6 @@ class _Chain:
             reduced_bytes=by_use(parts.reduced).total(),
             memories=self.memories,
         )
-
-    @cached_property
-    def _gathering_nothing(self) -> set[int]:
-        return self.assignment.gathering_nothing
 
     def _saved_bytes(self, number: int, memory: BlockMemory) -> int:
         """Bytes that a block saves of a micro-batch: what it makes, and inputs that no earlier block saves, where
@@ -398,10 +394,13 @@ class _Chain:
             if at in again.operators:
                 work = self._work(node)
                 made_s += work.forward_s + work.inner_forward_s
-            wanted = {(node.inputs[i], choice.operands[i]) for i in again.taken[at]}
+            larger = {i for i in again.taken_if_larger[at] if self.assignment.operand_effect(node, i) == "larger"}
+            wanted = {(node.inputs[i], choice.operands[i]) for i in again.taken[at] | larger}
             moves = [(ref, self.assignment.consumer_layout(ref), to) for ref, to in wanted]
-            made = [Ref(node.name, index) for index in range(len(node.results)) if (at, index) in again.values]
-            moves += [(ref, self.assignment.produced(ref), self.assignment.consumer_layout(ref)) for ref in made]
+            for ref in (Ref(node.name, index) for index in range(len(node.results))):
+                is_larger = (at, ref.index) in again.as_made and self.assignment.shared_effect(ref) == "larger"
+                if is_larger or (at, ref.index) in again.delivered:
+                    moves.append((ref, self.assignment.produced(ref), self.assignment.consumer_layout(ref)))
             for ref, source, target in moves:
                 seconds = self._conversion(ref, source, target)[0]
                 if self.graph.by_name[ref.node].op != "param":

@@ -20,6 +20,7 @@ from planner.formulation.constraints.labels import (
     labelled_parts,
     makes_keys,
     normalizes,
+    sharded_parts,
     weight_factors,
 )
 from planner.formulation.constraints.pins import FREE_AXES, Pins
@@ -27,7 +28,7 @@ from planner.formulation.constraints.roles import REST, ROLES, WEIGHTS, Role, de
 from planner.formulation.constraints.zero import check_zero, way_of, ways_of
 from planner.formulation.node_options import AllowLeaf
 from planner.formulation.strategies import Allow
-from planner.ir.graph import Graph, Node
+from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.ops import OPS
 from planner.ops.sharding_rule import AxisStrategy, Inner, Rule
@@ -69,7 +70,8 @@ def filters(
     check_zero(pins.zero, graph)
 
     def labelled(node: Node, strategy: AxisStrategy, labels: Labels) -> bool:
-        return (strategy.factor, strategy.outer) in labelled_parts(node, rules[node.name], labels)
+        rule = rules[node.name]
+        return not sharded_parts(rule, strategy).isdisjoint(labelled_parts(node, rule, labels))
 
     def has(node: Node, labels: Labels, size: int) -> bool:
         """Whether the operator can shard a labelled factor ``size`` ways."""
@@ -93,6 +95,9 @@ def filters(
             return not strategy.factor
         if role is None:
             return True
+        others = (each for each in roles if each is not None and each.is_alone and each is not role)
+        if any(labelled(node, strategy, dims[each.shards]) for each in others):
+            return False
         if role.shards != WEIGHTS:
             for label in role.labels:
                 if has(node, dims[label], ranks_sharing(mesh, label)):
@@ -120,7 +125,13 @@ def filters(
         if node.op != "param":
             return True
         way = way_of(pins.zero, node.target or node.name)
-        return all(role is None or _may_store(role, t == I, way) for role, t in zip(roles, layout, strict=True))
+        for role, t in zip(roles, layout, strict=True):
+            own = dims[role.shards].of(Ref(node.name)) if role is not None and role.is_alone else ()
+            if own and not (isinstance(t, Shard) and (t.dim, t.outer) in own):
+                return False
+            if role is not None and not own and not _may_store(role, t == I, way):
+                return False
+        return True
 
     return allow, allow_leaf
 
@@ -211,7 +222,7 @@ def _check_layers(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mes
 
 
 def _check_strategy(glob: str, rule: Rule, axis: Axis, strategy: object) -> None:
-    factor = str(strategy).partition("/")[0]
+    factor = str(strategy).partition("/")[0].partition(".")[0]
     if factor in ("invariant", "replicate", "partial"):
         return
     sizes = {name: size for name, size in rule.sizes.items() if name not in rule.whole}

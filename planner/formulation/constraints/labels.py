@@ -14,8 +14,9 @@ from planner.formulation.decisions import DecisionGraph
 from planner.formulation.strategies import factor_at, tensors_of
 from planner.ir.folding import fold_off
 from planner.ir.graph import Graph, Node, Ref
-from planner.ops import OPS, attends
-from planner.ops.sharding_rule import Rule, find
+from planner.ir.layout import Shard
+from planner.ops import OPS, attends, mixes
+from planner.ops.sharding_rule import AxisStrategy, Rule, find
 
 Place = tuple[int, int]
 """A dim, and how many strips of it are sharded alike."""
@@ -40,6 +41,8 @@ class Labels:
 
 
 LabelsOf = Callable[[str], Labels]
+UP = 3
+"""The operand of experts that is their first matrices."""
 KEYS = (1, 2)
 """The operands of attention that are keys and values."""
 
@@ -136,10 +139,17 @@ LABELS = {
         "place them (EmbeddingTables.placed), or leave out 'table'",
         remedy="place the tables on as many ranks, or change the pin",
     ),
+    "expert": Label(
+        at_factors(lambda node, rule: {*rule.operands[UP][0]} if mixes(node.op) else set()),
+        "expert dim",
+        missing="shards experts, and the model has none that are known as such: write them with autopar.experts, or "
+        "leave out 'expert'",
+        remedy="change the pin",
+    ),
     "stream": Label(_tokens),
 }
-"""``context`` is the query sequence of attention; ``stream`` is the batch and, however attention is written, the
-sequence."""
+"""``context`` is the query sequence of attention, ``expert`` what experts are stacked along; ``stream`` is the batch
+and, however attention is written, the sequence."""
 
 
 def label_dims(graph: Graph, rules: Mapping[str, Rule], label: str) -> Labels:
@@ -194,6 +204,16 @@ def _labelled_places(
 def labelled_parts(node: Node, rule: Rule, labels: Labels) -> set[tuple[str, int]]:
     """The (factor, strips) of an operator that run along labelled dims of its tensors."""
     return _parts(rule, ((dims, labels.of(ref)) for ref, dims in tensors_of(node, rule)))
+
+
+def sharded_parts(rule: Rule, strategy: AxisStrategy) -> set[tuple[str, int]]:
+    """The (factor, strips) that a strategy shards: one, and in a way that has a name perhaps more."""
+    found = {(strategy.factor, strategy.outer)}
+    if strategy.variant:
+        pairs = zip((*rule.operands, *rule.results), (*strategy.operands, *strategy.results), strict=True)
+        parts = (factor_at(dims[t.dim], t.outer, rule) for dims, t in pairs if isinstance(t, Shard))
+        found |= {part for part in parts if part is not None}
+    return found
 
 
 def _parts(rule: Rule, tensors: Iterable[tuple[Dims, Collection[Place]]]) -> set[tuple[str, int]]:

@@ -27,6 +27,7 @@ class Role:
         elsewhere: the label that it shards in operators that lack these factors; if there is none, or they lack that
             too, they run whole. What holds no weight is free instead: it may shard all but the batch, and the sequence
             as pin ``sequence_parallel`` says.
+        is_alone: no other axis shards what it shards.
         takes_rest: it has the ranks that the sizes of the others leave, where its own is not pinned.
         is_tried: the search tries it where nobody pins what axes are for.
     """
@@ -35,6 +36,7 @@ class Role:
     shards: str
     parameters: Literal["whole", "zero", "any"]
     elsewhere: str = ""
+    is_alone: bool = False
     takes_rest: bool = False
     is_tried: bool = False
 
@@ -49,6 +51,7 @@ ROLES = {
     for role in (
         Role("replicate", "batch", "whole"),
         Role("data", "batch", "zero", takes_rest=True, is_tried=True),
+        Role("expert", "expert", "zero", elsewhere="batch", is_alone=True),
         Role("context", "context", "whole"),
         Role("table", "table", "any", elsewhere="batch"),
         Role("tensor", WEIGHTS, "any", is_tried=True),

@@ -3,15 +3,17 @@
 What was drawn at random is drawn again, alike; what operators without a row made is always kept, and so is what
 nothing but the backward of an operator reads of its results, such as the statistics of a norm. What the block
 converts for an operator that needs it is converted again unless it is the result of a kept operator: gathered
-parameters too.
+parameters too. Of what is kept, that which products and attention save is kept as it was made, and converted again,
+where its converted form is larger. Which that is depends on what is decided; :meth:`Assignment.again` says it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.formulation.remat.levels import Level
+from planner.formulation.remat.levels import GATHERING, Level
 from planner.ir.folding import Block
 from planner.ir.graph import Graph, Node, Ref
 from planner.ops import OPS, saved_places
@@ -32,6 +34,12 @@ class Again:
             value counts once, for the first operator that needs it, and its views not at all.
         kept: per operator, the places that its backward, or it when it runs again, needs and that are kept.
         drawing: operators that run again for what they drew, and keep nothing of it in between.
+        as_made: (operator, result) of kept values, and their views, that are kept as they were made where that is
+            smaller.
+        needed_as_made: per operator, the operands that its backward, or it when it runs again, needs and that are such
+            a value or a view of one.
+        taken_if_larger: per operator, the operands of which its own resharding runs again if it makes them larger.
+        delivered: (operator, result) of every value whose resharding for all of its readers runs again.
     """
 
     values: frozenset[tuple[int, int]]
@@ -41,6 +49,10 @@ class Again:
     dropped: tuple[tuple[int, ...], ...]
     kept: tuple[tuple[int, ...], ...]
     drawing: frozenset[int] = frozenset()
+    as_made: frozenset[tuple[int, int]] = frozenset()
+    needed_as_made: tuple[frozenset[int], ...] = ()
+    taken_if_larger: tuple[frozenset[int], ...] = ()
+    delivered: frozenset[tuple[int, int]] = frozenset()
 
     @cached_property
     def operators(self) -> frozenset[int]:
@@ -102,9 +114,14 @@ class Backward:
         """What is recomputed at a level other than ``none``."""
         nodes, at_of = self.nodes, self.at_of
         is_kept = [_is_kept(at, node, level) for at, node in enumerate(nodes)]
+        products = () if level == "gathered" else self._read_by_products(is_kept)
+        if level == "resharded":
+            for at, _ in products:
+                is_kept[at] = not is_view(nodes[at])
+        as_made = frozenset(made for made in products if is_kept[made[0]] or level == "resharded")
 
         def is_converted_again(ref: Ref) -> bool:
-            if level == "gathered":
+            if level in GATHERING:
                 return self.graph.by_name[ref.node].op == "param"
             return not (ref.node in at_of and is_kept[at_of[ref.node]])
 
@@ -121,13 +138,16 @@ class Backward:
                 values.add((at_of[ref.node], ref.index))
                 waiting.extend(nodes[at_of[ref.node]].inputs)
         running = {at for at, _ in values}
-        taken, dropped, kept = [], [], []
+        taken, if_larger, needed_as_made, dropped, kept = [], [], [], [], []
         counted: set[Ref] = set()
         for at, node in enumerate(nodes):
             operands = range(len(node.inputs))
             wanted = dict.fromkeys((*self.saved[at], *(operands if at in running else ())))
             origin = {place: self.origin(at, place) for place in wanted}
             taken.append(frozenset(i for i in operands if i in wanted and is_converted_again(node.inputs[i])))
+            if_larger.append(frozenset(i for i in operands if i in wanted and self._made(node.inputs[i]) in as_made))
+            roots = {i: self._made(origin[i]) for i in operands if i in wanted}
+            needed_as_made.append(frozenset(i for i, made in roots.items() if made in as_made))
             kept.append(tuple(place for place in wanted if not is_made_again(origin[place])))
             gone = {origin[place]: place for place in reversed(self.saved[at]) if is_made_again(origin[place])}
             more = {place for ref, place in gone.items() if ref not in counted}
@@ -138,24 +158,80 @@ class Backward:
         lasting = frozenset(at for at, keeps in enumerate(is_kept) if keeps)
         origins = (self.origin(at, place) for at, places in enumerate(kept) for place in places)
         sources = frozenset((at_of[ref.node], ref.index) for ref in origins if ref.node in at_of)
-        return Again(frozenset(values), lasting, sources, tuple(taken), tuple(dropped), tuple(kept), drawing)
+        return Again(
+            frozenset(values),
+            lasting,
+            sources,
+            tuple(taken),
+            tuple(dropped),
+            tuple(kept),
+            drawing,
+            as_made,
+            tuple(needed_as_made),
+            tuple(if_larger),
+            frozenset(values - as_made),
+        )
+
+    def _made(self, ref: Ref) -> tuple[int, int]:
+        """The operator and the result that a value is; of what enters the block, none there is."""
+        return self.at_of.get(ref.node, -1), ref.index
+
+    def viewed(self, at: int, index: int) -> int:
+        """The operand that a result of an operator is a view of."""
+        return shares(self.nodes[at])[index]
+
+    def way_up(self, at: int, place: int) -> Iterator[tuple[int, int]]:
+        """The operand of an operator, those of the views in the block that it is made by, and so on: (operator,
+        place).
+        """
+        yield at, place
+        maker = self.at_of.get(self.nodes[at].inputs[place].node)
+        while maker is not None and is_view(self.nodes[maker]):
+            at, place = maker, self.viewed(maker, self.nodes[at].inputs[place].index)
+            yield at, place
+            maker = self.at_of.get(self.nodes[at].inputs[place].node)
+
+    def _read_by_products(self, is_kept: Sequence[bool]) -> frozenset[tuple[int, int]]:
+        """(operator, result) of the kept values that the backward of products and attention needs as operands, and of
+        the views in between.
+        """
+        found = set[tuple[int, int]]()
+        for at, node in enumerate(self.nodes):
+            for place in self.saved[at] if multiplies(node) else ():
+                if place < len(node.inputs):
+                    way = [self._made(self.nodes[each].inputs[i]) for each, i in self.way_up(at, place)]
+                    found.update(way if way[-1][0] >= 0 and is_kept[way[-1][0]] else ())
+        return frozenset(found)
 
 
 def _is_kept(at: int, node: Node, level: Level) -> bool:
     """Whether what an operator makes is kept; ``at``: its position."""
     row = OPS.get(node.op)
-    if row is None or level == "gathered":
+    if row is None or level in GATHERING:
         return True
     if level == "selective":
-        return row.flops is not no_flops
+        return multiplies(node)
     return isinstance(level, tuple) and at in level
 
 
-def _keeps_what_it_draws(graph: Graph, node: Node) -> bool:
-    """Whether backward of an operator needs what it drew, as of dropout that drops anything."""
+def is_view(node: Node) -> bool:
+    """Whether all that an operator makes lies in the memory of its operands."""
+    return all(shared >= 0 for shared in shares(node) or (-1,))
+
+
+def multiplies(node: Node) -> bool:
+    """Whether an operator is a contraction, a convolution or attention."""
     row = OPS.get(node.op)
-    if row is None or not row.random or shares(node) or not any(tensor.grad for tensor in node.results):
+    return row is not None and row.flops is not no_flops
+
+
+def _keeps_what_it_draws(graph: Graph, node: Node) -> bool:
+    """Whether backward of an operator needs what it drew, as of dropout that drops anything, or made anew."""
+    row = OPS.get(node.op)
+    if row is None or shares(node) or not any(tensor.grad for tensor in node.results):
         return False
+    if not row.random:
+        return row.anew
     rate = node["p"] if node["dropout_p"] is None else node["dropout_p"]
     return rate != 0 and any(saved.kind in OWN for saved in row.saved(node, graph.input_types(node)))
 

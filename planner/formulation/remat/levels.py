@@ -1,11 +1,11 @@
 """Levels of recomputation: which values of a block are recomputed in backward instead of saved.
 
 Of the instances of a block some run at level ``full``, which keeps what enters the block and makes everything else
-again, some at levels that also keep the results of certain operators, some at ``gathered``, which keeps everything but
-parameters that were gathered for use and gathers them again, and the others at ``none``. Which operators' results are
-worth keeping :mod:`planner.search.remat_selection` finds for each distinct block; at ``selective`` they are those of
-all contractions, convolutions and attention. What each level comes to in a block says
-:mod:`planner.formulation.remat.backward_slice`.
+again, some at levels that also keep the results of certain operators, some at ``resharded``, which keeps all that was
+computed and gathers again what that was gathered into, some at ``gathered``, which does so with parameters alone, and
+the others at ``none``. Which operators' results are worth keeping :mod:`planner.search.remat_selection` finds for each
+distinct block; at ``selective`` they are those of all contractions, convolutions and attention. What each level comes
+to in a block says :mod:`planner.formulation.remat.backward_slice`.
 
 Which instances are which matters for the moment of the peak alone: those at the end of forward are the first to run
 backward, while all others still hold what they saved. So the first instances recompute, the very first in full.
@@ -13,21 +13,23 @@ backward, while all others still hold what they saved. So the first instances re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from planner.ir.folding import Folded
 
 Kept = tuple[int, ...]
 """The operators of a block whose results are kept, by position in ``block.nodes``; all else is recomputed."""
-Level = Literal["none", "gathered", "selective", "full"] | Kept
-LEVELS: tuple[Level, ...] = ("none", "gathered", "selective", "full")
+Level = Literal["none", "gathered", "resharded", "selective", "full"] | Kept
+LEVELS: tuple[Level, ...] = ("none", "gathered", "resharded", "selective", "full")
 """Those with a name: what they keep follows from the kinds of operators."""
 ALONE: tuple[Level, ...] = ("none", "gathered")
 """Those of blocks that do not repeat."""
-COMPUTED: tuple[Level, ...] = ("none", "selective", "full")
+GATHERING: tuple[Level, ...] = ("gathered", "resharded")
+"""Those at which nothing is computed again."""
+COMPUTED: tuple[Level, ...] = ("none", "resharded", "selective", "full")
 """Those that differ where parameters are gathered once a step, for all micro-batches."""
 
 
@@ -35,7 +37,7 @@ def least_memory_first(level: Level) -> tuple[int, int, Kept]:
     """The order of levels, from those that keep least: a key to sort by."""
     if isinstance(level, tuple):
         return 1, len(level), level
-    return {"full": 0, "selective": 2, "gathered": 3, "none": 4}[level], 0, ()
+    return {"full": 0, "selective": 2, "resharded": 3, "gathered": 4, "none": 5}[level], 0, ()
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,14 @@ class Amount:
         """How many instances run at a level above ``none``."""
         return sum(len(numbers) for each, numbers in self.levels if each == level)
 
-    def without(self, level: Level) -> Amount:
-        """The same with instances at ``none`` that run at some level now."""
-        return replace(self, levels=tuple(each for each in self.levels if each[0] != level))
+    def mapped(self, to: Callable[[Level], Level]) -> Amount:
+        """The same with another level in place of each."""
+        found: dict[Level, Sequence[int]] = {}
+        for level, numbers in self.levels:
+            other = to(level)
+            if other != "none":
+                found[other] = _as_range(sorted((*found[other], *numbers))) if other in found else numbers
+        return replace(self, levels=tuple(sorted(found.items(), key=lambda each: least_memory_first(each[0]))))
 
 
 def _as_range(numbers: Sequence[int]) -> Sequence[int]:
@@ -104,8 +111,8 @@ class Recompute:
 
     @property
     def gathers(self) -> bool:
-        """Whether any instance runs at level ``gathered``."""
-        return any(amount.count("gathered") for amount in self.amounts)
+        """Whether any instance runs at a level at which nothing is computed again."""
+        return any(amount.count(level) for amount in self.amounts for level in GATHERING)
 
     def level(self, kind: int, nth: int) -> Level:
         """The level of instance number ``nth`` of a kind."""
@@ -119,12 +126,13 @@ class Recompute:
         """The levels above ``none`` at which instances of a kind run, with the numbers of those instances."""
         return self.amounts[kind].levels if self.amounts else ()
 
-    def without_gathering(self, kinds: Collection[int] | None = None) -> Recompute:
-        """The same where these kinds, or all, gather nothing."""
-        amounts = enumerate(self.amounts)
-        return Recompute(
-            tuple(each.without("gathered") if kinds is None or kind in kinds else each for kind, each in amounts)
-        )
+    def mapped(self, to: Callable[[int, Level], Level]) -> Recompute:
+        """The same with another level in place of each that a kind of block runs at."""
+        return Recompute(tuple(each.mapped(partial(to, kind)) for kind, each in enumerate(self.amounts)))
+
+    def without_gathered(self) -> Recompute:
+        """The same where no block only gathers its parameters again."""
+        return self.mapped(lambda _, level: "none" if level == "gathered" else level)
 
 
 NOTHING = Recompute()

@@ -47,11 +47,13 @@ class Paid:
     """What an instance pays.
 
     Attributes:
+        level: at which the instance runs.
         places: of each of its operators.
         tensors: those it pays for of what others may read: of what enters it, and of what its outputs lie in.
         leaving: the chains of its outputs.
     """
 
+    level: Level
     places: tuple[Places, ...]
     tensors: frozenset[Tensor]
     leaving: tuple[Chain, ...]
@@ -184,7 +186,7 @@ class Charges:
             places.append(tuple(mine))
         leaving = tuple(chains[ref] for ref in block.outputs)
         known = {*range(len(found.held)), *(tensor for chain in leaving for tensor in chain)}
-        return Paid(tuple(places), frozenset(held - before) & known, leaving)
+        return Paid(found.level, tuple(places), frozenset(held - before) & known, leaving)
 
     def _kept(self, kind: int, level: Level, at: int, node: Node) -> Places:
         """The places of an operator that are kept for backward."""

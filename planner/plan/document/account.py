@@ -94,7 +94,7 @@ def _op_detail(
         flops=row.flops(node, graph.input_types(node), rule) if row is not None else 0,
         forward_s=work.forward_s,
         backward_s=work.backward_s,
-        saved_bytes=space.saved_bytes(node, choice, assignment.recompute),
+        saved_bytes=assignment.saved_bytes(node),
         transient_bytes=space.transient_bytes(node, choice),
         inner=tuple(inner),
         inner_s=work.inner_s,

@@ -39,6 +39,9 @@ WITHOUT_GRAPH = (
     "and ask the plan that returns"
 )
 
+WEIGHS = 0.01
+"""The share of a step from which on operators that no table knows weigh."""
+
 
 @dataclass(frozen=True)
 class Search:
@@ -128,6 +131,7 @@ class Document:
         transfer_schedules: what a step moves between device and host, on each rank of the pipeline; empty: nothing, all
             model data is on the device.
         coverage: operators that the op table does not know -> how often they occur; they run replicated.
+        unknown_share: of the step that these take.
         notes: what of it may not have been meant, see :mod:`planner.plan.document.notes`.
         recorded: the details that a file brought along.
         rebinding: of a plan that was made of another one's decisions, of which; ``None``: it was searched for.
@@ -152,6 +156,7 @@ class Document:
     optimizer_bytes_per_element: int = Training.optimizer_bytes_per_element
     discards: tuple[str, ...] = ()
     coverage: Mapping[str, int] = field(default_factory=dict)
+    unknown_share: float = 0.0
     notes: tuple[str, ...] = ()
     offload: Offload = "none"
     recorded: Account | None = field(default=None, compare=False, repr=False)
@@ -161,6 +166,11 @@ class Document:
 
     def __post_init__(self, decided: Assignment | None) -> None:
         object.__setattr__(self, "assignment", decided)
+
+    @property
+    def qualified(self) -> str:
+        """What the word optimal is to be taken with, since the search decided nothing about it; empty: nothing."""
+        return "but for operators that no table knows" if self.unknown_share > WEIGHS else ""
 
     @property
     def sizes(self) -> dict[str, int]:

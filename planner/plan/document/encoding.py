@@ -47,7 +47,7 @@ FIELDS = (
         "pin",
         "offload",
     ),
-    *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "discards", "coverage"),
+    *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "discards", "coverage", "unknown_share"),
     *("notes", "rebinding", "search", "predicted", "details", "leaves"),
 )
 
@@ -137,6 +137,7 @@ def decisions(document: Document) -> dict[str, Any]:
         "outputs": list(document.outputs),
         **({"discards": list(document.discards)} if document.discards else {}),
         "coverage": dict(document.coverage),
+        **({"unknown_share": document.unknown_share} if document.unknown_share else {}),
     }
 
 
@@ -308,6 +309,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         "pin": field("pin", partial(read, Mapping[str, Any])),
         "offload": field("offload", partial(read, Offload)) if "offload" in data else _pinned_offload(pin),
         "coverage": field("coverage", partial(read, Mapping[str, int])),
+        "unknown_share": field("unknown_share", partial(read, float)) if "unknown_share" in data else 0.0,
         "cluster": field("cluster", ClusterSpec.from_dict),
         "mesh": field("mesh", lambda axes: Mesh(read(tuple[Axis, ...], axes))),
         "blocks": field("blocks", partial(read, tuple[BlockPlan, ...], readers={BlockPlan: _read_block})),

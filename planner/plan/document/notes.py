@@ -58,7 +58,7 @@ def _of_ranks(assignment: Assignment, coverage: Mapping[str, int], predicted: Pr
         return
     every = f"All {ranks} ranks{' of a stage' if stages > 1 else ''}"
     if coverage:
-        share = _unknown_s(assignment) / stages / (predicted.step_time_s or 1.0)
+        share = unknown_share(assignment, predicted, stages)
         listed = [f"{times} x {op}" for op, times in coverage.items()]
         more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
         yield (
@@ -71,6 +71,13 @@ def _of_ranks(assignment: Assignment, coverage: Mapping[str, int], predicted: Pr
             f"{every} compute the whole step: nothing is sharded, as that would take longer, or no size "
             f"divides by {ranks}. Take fewer devices, a larger batch, or pin what is to be sharded"
         )
+
+
+def unknown_share(assignment: Assignment, predicted: Prediction, stages: int) -> float:
+    """The share of a step that operators take of which the op table does not know how they are sharded."""
+    if assignment.space.mesh.micro_batched(1).size == 1:
+        return 0.0
+    return _unknown_s(assignment) / stages / (predicted.step_time_s or 1.0)
 
 
 def _unknown_s(assignment: Assignment) -> float:

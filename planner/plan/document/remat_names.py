@@ -66,7 +66,7 @@ class Stated:
         for number, level in enumerate(staged.levels):
             if level != "none":
                 found.setdefault(self.name(assignment.space.folded.instances[number].kind, level), []).append(number)
-        order = ("full", *sorted({*found} - {*LEVELS}, key=lambda name: (len(name), name)), "selective", "gathered")
+        order = ("full", *sorted({*found} - {*LEVELS}, key=lambda name: (len(name), name)), *reversed(LEVELS[1:-1]))
         return {name: tuple(found[name]) for name in order if name in found}
 
     def _parts(self, kind: int) -> list[Kept]:

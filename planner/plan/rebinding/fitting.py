@@ -92,7 +92,7 @@ class Fitting:
         usable = cluster.device.usable_bytes
 
         def followed(recompute: Recompute) -> Fitted:
-            made = replace(assignment, recompute=recompute.without_gathering(assignment.gathering_nothing))
+            made = replace(assignment, recompute=assignment.what_it_comes_to(recompute))
             memory = usage(made)
             is_planned = recompute is assignment.recompute
             return Fitted(made, None, memory, largest_working_set(made, memory).bytes, is_planned)

@@ -105,10 +105,10 @@ def _style() -> str:
 def _head(document: Document) -> str:
     cluster, search, model = document.cluster, document.search, document.model
     proven = search.status == "optimal"
-    told = "optimal" if proven else f"at most {search.gap * 100:.1f} % from the best"
+    told = f"optimal {document.qualified}".rstrip() if proven else f"at most {search.gap * 100:.1f} % from the best"
     if document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
         told = "rebound"
-    pills = [_pill(told, "good" if proven else "warn")]
+    pills = [_pill(told, "good" if proven and not document.qualified else "warn")]
     pills += [_pill(f"pinned: {each}") for each in pinned(document)]
     devices = f"{cluster.world_size} × {escape(cluster.device.kind)}"
     return (

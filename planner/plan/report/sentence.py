@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from planner.base.formatting import in_bytes, in_percent, in_seconds
+from planner.base.formatting import GATHERED_AGAIN, in_bytes, in_percent, in_seconds
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.labels import LABELS
 from planner.ir.layout import MICRO, Axis
@@ -193,7 +193,7 @@ def _recomputed(pipeline: PipelinePlan | None, document: Document) -> dict[str, 
     else:
         for block in document.blocks:
             found.update(block.recompute)
-    return {level: count for level, count in found.items() if level != "gathered"}
+    return {level: count for level, count in found.items() if level not in GATHERED_AGAIN}
 
 
 def _offloads(document: Document) -> Iterator[str]:
@@ -218,7 +218,7 @@ def _figures(document: Document) -> Iterator[str]:
     yield f"{in_percent(predicted.peak_bytes / usable)} of {in_bytes(usable).replace('.0 ', ' ')}"
     best = "the best with these pins" if document.pin else "the best"
     if search.status == "optimal":
-        yield f"proven {best}"
+        yield f"proven {best}{f' {document.qualified}' if document.qualified else ''}"
     elif document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
         yield "rebound, and compared with no other"
     else:

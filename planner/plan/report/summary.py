@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from planner.analysis.offload.chunks import ALIGN_BYTES, SAVED
-from planner.base.formatting import IN_EACH, again, in_bytes, in_seconds
+from planner.base.formatting import GATHERED_AGAIN, IN_EACH, again, in_bytes, in_seconds
 from planner.formulation.constraints.roles import ROLES
 from planner.formulation.resharding import Collective
 from planner.formulation.training import Training
@@ -334,10 +334,10 @@ def micro_batched(document: Document) -> str:
     if not pipeline.unsharding.once_per_step and document.mesh.micro_batched(1).size > 1:
         ahead = ", none ahead" * (not pipeline.unsharding.prefetch)
         parts.append(f"parameters gathered and gradients reduced in each micro-batch{ahead}")
-    found = [f"{len(numbers)} {again(level)}" for level, numbers in pipeline.recompute.items() if level != "gathered"]
+    counts = {level: len(numbers) for level, numbers in pipeline.recompute.items()}
+    found = [f"{count} {again(level)}" for level, count in counts.items() if level not in GATHERED_AGAIN]
     if found:
         parts.append(f"of {pipeline.bounds[-1]} blocks recomputed in backward: {', '.join(found)}")
-    if "gathered" in pipeline.recompute:
-        count = len(pipeline.recompute["gathered"])
-        parts.append(f"of {pipeline.bounds[-1]} blocks gathered again in backward: {count}")
+    for level in (level for level in GATHERED_AGAIN if level in counts):
+        parts.append(f"of {pipeline.bounds[-1]} blocks {GATHERED_AGAIN[level]}: {counts[level]}")
     return "; ".join(parts)

@@ -68,16 +68,19 @@ def text(document: Document, width: int | None = None) -> str:
 
 def line(document: Document) -> str:
     """Model, cluster, mesh, and the two figures that matter most."""
-    predicted = document.predicted
+    predicted, status = document.predicted, document.search.status
+    if status == "optimal":
+        status = f"{status} {document.qualified}".rstrip()
     return (
         f"{document.model['class']} on {document.cluster.name}: mesh {sizes_text(document.sizes)}, "
-        f"step {in_seconds(predicted.step_time_s)}, peak {in_bytes(predicted.peak_bytes)}, {document.search.status}"
+        f"step {in_seconds(predicted.step_time_s)}, peak {in_bytes(predicted.peak_bytes)}, {status}"
     )
 
 
 def _head(document: Document) -> str:
     predicted, search, device = document.predicted, document.search, document.cluster.device
-    proof = "" if search.status == "optimal" else f", at most {search.gap * 100:.1f} % from the best"
+    proven = f" {document.qualified}" if document.qualified else ""
+    proof = proven if search.status == "optimal" else f", at most {search.gap * 100:.1f} % from the best"
     if document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
         proof += " by arithmetic alone"
     steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in search.seconds.items())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from ortools.linear_solver import pywraplp
@@ -35,8 +35,8 @@ BOX = 0.3
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a block at one level of recomputation: seconds of a micro-batch and once a step, bytes always and
-    per micro-batch in flight.
+    """A way to run a block, by some choices at a level of recomputation: seconds of a micro-batch and once a step;
+    bytes always and per micro-batch in flight.
     """
 
     forward_s: float
@@ -45,11 +45,15 @@ class Variant:
     held_bytes: float
     saved_bytes: float
     level: int = 0
+    choices: tuple[int, ...] = ()
 
     def is_no_worse(self, other: Variant) -> bool:
         """Whether it takes and holds at most as much as another one, but for rounding."""
-        pairs = zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)
-        return all(mine <= its + 1e-9 * abs(its) for mine, its in pairs)
+        return all(mine <= its + 1e-9 * abs(its) for mine, its in zip(self._costs, other._costs, strict=True))
+
+    @property
+    def _costs(self) -> tuple[float, ...]:
+        return self.forward_s, self.backward_s, self.once_s, self.held_bytes, self.saved_bytes
 
 
 @dataclass(frozen=True, eq=False)

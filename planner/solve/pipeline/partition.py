@@ -117,7 +117,7 @@ class _Work:
         self._before = np.concatenate([np.zeros((2, 1)), np.cumsum(self.held, axis=1)], axis=1)
         self.alone = pipeline.virtual_stages == 1
         self.priced = 0 if self.alone else len(fullest)  # rows: other moments only say whether a cut fits
-        self._fronts: dict[tuple[int, ...], _Front] = {(): _Front(np.zeros(1), np.zeros(1), [()])}
+        self._fronts: dict[tuple[int, ...], _Front] = {(): _Front(np.zeros(1), np.zeros(1))}
         self._intervals: dict[tuple[int, int], _Front] = {}
         self._shared: dict[tuple[int, ...], tuple[int, ...] | None] = {}
         self.moments = [
@@ -175,23 +175,25 @@ class _Work:
         return self._intervals[i, j]
 
     def _front(self, kinds: tuple[int, ...]) -> _Front:
-        if kinds not in self._fronts:
-            fewer, savings = self._front(kinds[:-1]), self.blocks[self.kinds.index(kinds[-1])].savings
-            grown = sorted(
-                (seconds + each.recompute_s, saved + each.saved_bytes, (*ways, which))
-                for seconds, saved, ways in zip(fewer.seconds.tolist(), fewer.saved.tolist(), fewer.ways, strict=True)
-                for which, each in enumerate(savings)
-            )
-            points = grown[:1]
-            for point in grown:
-                if point[1] < points[-1][1]:
-                    points.append(point)
-            if len(points) > FRONT:
-                self.thinned = True
-                points = [points[round(at)] for at in np.linspace(0, len(points) - 1, FRONT)]
-            seconds, saved, ways = zip(*points, strict=True)
-            self._fronts[kinds] = _Front(np.array(seconds), np.array(saved), list(ways))
-        return self._fronts[kinds]
+        known = next(size for size in range(len(kinds), -1, -1) if kinds[:size] in self._fronts)
+        front = self._fronts[kinds[:known]]
+        for size in range(known, len(kinds)):
+            front = self._fronts[kinds[: size + 1]] = self._with_block(front, kinds[size])
+        return front
+
+    def _with_block(self, front: _Front, kind: int) -> _Front:
+        """A front of one block more."""
+        savings = self.blocks[self.kinds.index(kind)].savings
+        seconds = np.add.outer(front.seconds, [each.recompute_s for each in savings]).reshape(-1)
+        saved = np.add.outer(front.saved, [float(each.saved_bytes) for each in savings]).reshape(-1)
+        order = np.lexsort((saved, seconds))
+        least = np.minimum.accumulate(saved[order])
+        points = order[np.append(True, saved[order][1:] < least[:-1])]
+        if len(points) > FRONT:
+            self.thinned = True
+            points = points[np.round(np.linspace(0, len(points) - 1, FRONT)).astype(np.int64)]
+        befores, ways = np.divmod(points, len(savings))
+        return _Front(seconds[points], saved[points], _LastBlock(front, befores, ways))
 
     def shared(self, rank: int, moments: Floats, held: Floats, fronts: list[_Front]) -> tuple[int, ...] | None:
         """Points for the stages of one rank that fit together; ``None`` if not even those of least memory do.
@@ -262,7 +264,7 @@ class _Work:
     def chosen(self, i: int, j: int, point: int) -> tuple[int, ...]:
         """The savings of the blocks i to j - 1, in their order, at a point of their front."""
         order = sorted(range(i, j), key=lambda place: self.kinds[place])
-        ways = dict(zip(order, self.front(i, j).ways[point], strict=True))
+        ways = dict(zip(order, self.front(i, j).ways(point), strict=True))
         return tuple(ways[place] for place in range(i, j))
 
 
@@ -273,11 +275,29 @@ def _in_flight(moment: InFlight) -> tuple[int, bool]:
 
 @dataclass(frozen=True, eq=False)
 class _Front:
-    """Points by rising seconds and falling bytes; ``ways`` per block, blocks ordered by kind."""
+    """Points by rising seconds and falling bytes; ``last`` says what each is made of."""
 
     seconds: Floats
     saved: Floats
-    ways: list[tuple[int, ...]]
+    last: _LastBlock | None = None
+
+    def ways(self, point: int) -> tuple[int, ...]:
+        """Of every block at a point, blocks ordered by kind."""
+        found, last = list[int](), self.last
+        while last is not None:
+            found.append(int(last.ways[point]))
+            point = int(last.befores[point])
+            last = last.fewer.last
+        return tuple(reversed(found))
+
+
+@dataclass(frozen=True, eq=False)
+class _LastBlock:
+    """Of every point of a front, the point of one block fewer and the way of the last block."""
+
+    fewer: _Front
+    befores: Ints
+    ways: Ints
 
 
 class _Found:

@@ -217,3 +217,37 @@ def test_with_a_loss_function_names_are_the_users_own() -> None:
         paths.append([node.path for node in graph.nodes if not node.is_leaf])
     assert paths[0] == paths[1] == ["0", "1.0", "1.1", ""]
     assert list(dict(model.named_parameters())) == ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
+
+
+class Looped(nn.Module):
+    """Experts that are looped over, each with the tokens that chose it."""
+
+    def __init__(self, branch: bool):
+        super().__init__()
+        self.branch, self.router = branch, nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        weights, indices = self.router(x).softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if self.branch and not (indices == number).any():
+                continue
+            token, place = torch.where(indices == number)
+            y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return y.sum()
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_looped_experts_are_told_what_to_write(branch: bool) -> None:
+    with pytest.raises(
+        CaptureError, match=r"one operator(.|\n)*torch.stack(.|\n)*autopar.experts\(x, indices, weights"
+    ) as told:
+        capture(Looped(branch), example_kwargs={"x": X})
+    assert "indices == number" in str(told.value)
+
+
+def test_what_has_no_experts_is_told_of_none() -> None:
+    with pytest.raises(CaptureError) as told:
+        capture(Stack(branches), example_kwargs={"x": X})
+    assert "experts" not in str(told.value)

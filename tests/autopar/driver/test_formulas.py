@@ -105,6 +105,10 @@ def test_one_size_moves(name, moved):
     check(name, {**PINS[1], "recompute": "full"}, **{moved: LARGER[moved]})
 
 
+def test_what_is_gathered_again_moves_with_the_sizes():
+    check("gpt2", {"context": 4, "recompute": "resharded"}, **LARGER)
+
+
 @pytest.mark.parametrize("name", ["llama", "shared-layers"])
 def test_what_the_search_picks_itself(name):
     check(name, {}, **LARGER)

@@ -49,7 +49,7 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("gpt2", {"data": 2, "zero": BY_MODULE, "offload": "host"}, 2),
     ("gpt2", {"tensor": 4}, 4),
     ("gpt2", {"tensor": 2, "sequence_parallel": True}, 2),
-    ("gpt2", {"context": 4}, 4),
+    ("gpt2", {"context": 4, "recompute": "resharded"}, 4),
     ("gpt2", {"data": 2, "tensor": 2}, 4),
     ("llama", None, 2),
     ("llama", {"tensor": 2}, 2),
@@ -58,6 +58,8 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3}, 4),
     ("llama", {"replicate": 2, "data": 2, "zero": 3}, 4),
     ("spectral", {"data": 2, "zero": 3}, 2),
+    ("mixtral", {"data": 2, "expert": 2, "zero": 3, "recompute": "full"}, 4),
+    ("crowded", {"expert": 4}, 4),
     ("gpt2", {"offload": "host"}, 1),
     ("llama", {"data": 2, "zero": 3, "offload": "host"}, 2),
     ("gpt2", {"replicate": 2, "data": 2, "zero": 2, "recompute": "full", "offload": "host"}, 4),
@@ -76,8 +78,10 @@ MICRO_BATCHED_PLANS: list[tuple[str, dict[str, Any], int]] = [
     ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": {"*.mlp.*": 1, "transformer.wte": 0}}, 4),
     ("llama", {"micro_batches": 8, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 2),
     ("llama", {"micro_batches": 4, "pipeline": 4, "recompute": "full"}, 4),
+    ("gpt2", {"micro_batches": 2, "pipeline": 2, "context": 2, "recompute": "resharded"}, 4),
     ("llama", {"micro_batches": 8, "pipeline": 4, "schedule": "zero_bubble"}, 4),
     ("gpt2", {"micro_batches": 4, "pipeline": 2, "schedule": "zbv"}, 2),
+    ("mixtral", {"micro_batches": 4, "pipeline": 2, "expert": 2, "recompute": "full"}, 4),
 ]
 
 

@@ -15,6 +15,7 @@ from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import P, R, Shard
 from planner.ops import OPS
+from planner.ops.experts import RowsBetween
 from planner.ops.sharding_rule import AxisStrategy, Rule, axis_strategies, find, replicated, shard_factor
 from tests.autopar.sharding_oracle import (
     Call,
@@ -58,7 +59,7 @@ def needs_layer(op: Any, rule: Rule, strategy: AxisStrategy) -> bool:
         return False
     factors = {factor for group in form.groups.values() for factor in group}
     lacking = find(rule.results[0], strategy.factor, rule.sizes) is None
-    return strategy.factor in factors or (lacking and CONTRACTED in factors)
+    return strategy.way in factors or (lacking and CONTRACTED in factors)
 
 
 def check_mechanical(op: Any, *args: Any, **kwargs: Any) -> set[str]:
@@ -131,6 +132,7 @@ def test_product_flops() -> None:
 
 
 SDPA = aten.scaled_dot_product_attention.default
+EXPERTS = torch.ops.autopar.experts.default
 
 
 @pytest.mark.parametrize("mask", [None, (4, 8), (4, 1, 8), (2, 4, 4, 8), (2, 1, 1, 8), (1, 1, 4, 8)])
@@ -297,3 +299,63 @@ def test_grid_sampler() -> None:
 def test_random_operators_where_nothing_is_left_to_chance(op: Any, args: Any) -> None:
     assert OPS[str(op)].random
     check_row(op, args)
+
+
+@pytest.mark.parametrize("gate", ["halves", "pairs", "none"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts(gate: str, transposed: bool, bias: bool) -> None:
+    made = 8 if gate == "none" else 16
+    up, down = ((4, 6, made), (4, 8, 6)) if transposed else ((4, made, 6), (4, 6, 8))
+    biases = (randn(4, made), randn(4, 6)) if bias else (None, None)
+    indices = torch.stack([torch.randperm(4)[:2] for _ in range(8)])
+    args = (
+        randn(8, 6),
+        indices,
+        randn(8, 2),
+        randn(*up),
+        randn(*down),
+        *biases,
+        "silu",
+        gate,
+        1.0,
+        0.0,
+        0.0,
+        transposed,
+    )
+    assert check_mechanical(EXPERTS, *args) == {"t", "f"}
+
+
+def test_experts_flops_and_terms() -> None:
+    args = (randn(8, 6), torch.zeros(8, 2).long(), randn(8, 2), randn(4, 16, 6), randn(4, 6, 8), None, randn(4, 6))
+    assert flops(EXPERTS, *args) == 2 * (8 * 2) * (16 * 6 + 6 * 8), "of the experts that tokens go to alone"
+    _, _, rule = facts(EXPERTS, *args)
+    hidden = shard_factor(rule, "f")
+    assert hidden.operands == (R, R, R, Shard(1, 2), Shard(2), P) and hidden.results == (P,)
+    whole = shard_factor(rule, "e")
+    assert whole.operands == (R, R, R, Shard(0), Shard(0), Shard(0)) and whole.results == (P,)
+
+
+@pytest.mark.parametrize("form", [
+    ("silu", "halves"), ("silu", "pairs"), ("gelu", "none"), ("relu", "none"),
+    ("silu", "halves", 1.0, 7.0), ("swish", "pairs", 1.7, 7.0, 1.0, True),
+])  # fmt: skip
+def test_what_experts_keep(form: tuple[Any, ...]) -> None:
+    """To the last byte, beside their matrices."""
+    made = 8 if form[1] == "none" else 16
+    up, down = ((4, 6, made), (4, 8, 6)) if form[-1] is True else ((4, made, 6), (4, 6, 8))
+    indices = torch.stack([torch.randperm(4)[:2] for _ in range(8)])
+    tensors = (randn(8, 6), indices, randn(8, 2), randn(*up), randn(*down), randn(4, made), randn(4, 6))
+    node, types, _ = facts(EXPERTS, *tensors, *form)
+    given = [t.requires_grad_(t.is_floating_point()) for t in tensors]
+    own, kept = {t.untyped_storage()._cdata for t in given}, {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = EXPERTS(*given, *form)
+    assert RowsBetween(node, types, {}).kept_bytes == sum(kept[memory] for memory in kept.keys() - own)
+    assert RowsBetween(node, types, {"t": 2, "e": 2}).kept_bytes * 4 == RowsBetween(node, types, {}).kept_bytes
+    assert result.requires_grad

@@ -24,12 +24,14 @@ from autopar.runtime.autograd.recompute import recompute
 from autopar.verification.memory_meter import LiveBytes
 from autopar.verification.simulator import Simulation, fake_process_group
 from autopar.verification.typecheck import check_program, emit
+from autopar.verification.verify import RTOL, simulate
 from benchmarks.memory import observed_peak
 from planner.base.errors import PlanError, VerificationError
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.remat.levels import COMPUTED, NOTHING, Amount, Recompute
+from planner.formulation.remat.levels import NOTHING, Amount, Recompute
 from planner.formulation.training import Training
 from planner.ops.aliasing import shares
+from tests.autopar.matrix import Recipe, decide, original
 from tests.autopar.models import MODELS
 
 DATA, TENSOR, CONTEXT, MIXED = (
@@ -42,6 +44,9 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("gpt2", DATA, "selective"),
     ("gpt2", TENSOR, "full"),
     ("gpt2", MIXED, "selective"),
+    ("gpt2", TENSOR, "resharded"),
+    ("gpt2", CONTEXT, "resharded"),
+    ("functional-gpt", {"data": 2, "context": 2, "zero": 3}, "resharded"),
     ("llama", TENSOR, "selective"),
     ("llama", CONTEXT, "full"),
     ("llama", MIXED, "full"),
@@ -71,12 +76,33 @@ def test_computes_the_same_with_the_predicted_collectives(name: str, pin: dict[s
     assert plan.certificate.holds
 
 
+@pytest.mark.parametrize("name, sizes", [("gpt2", {"outer": 2, "inner": 2}), ("llama", {"all": 4})], ids=str)
+def test_whatever_the_layouts_are_what_is_gathered_again_is_predicted(name: str, sizes: dict[str, int]) -> None:
+    """In layouts that no recipe means, with reshardings one after another, forth and back."""
+    assignment = decide(original(name), Recipe("random 0", sizes, seed=0))
+    kinds = enumerate(assignment.space.folded.kinds)
+    amounts = [Amount.of({"resharded": len(each)} if len(each) > 1 else {}) for _, each in kinds]
+    assert any(
+        assignment.comes_to(kind, "resharded") == "resharded" for kind, each in enumerate(amounts) if each.levels
+    )
+    found = simulate(original(name), replace(assignment, recompute=Recompute(tuple(amounts))))
+    assert not found.miscounted and found.worst[0] <= RTOL
+
+
 @pytest.mark.parametrize(
-    "pin, level", [(DATA, "selective"), (MIXED, "full"), (TENSOR, {"keep": ["*.self_attn", "*.mlp"]})], ids=str
+    "name, pin, level",
+    [
+        ("llama", DATA, "selective"),
+        ("llama", MIXED, "full"),
+        ("llama", TENSOR, {"keep": ["*.self_attn", "*.mlp"]}),
+        ("gpt2", TENSOR, "resharded"),
+        ("functional-gpt", CONTEXT, "resharded"),
+    ],
+    ids=str,
 )
-def test_holds_less_and_as_much_as_predicted(pin: dict[str, Any], level: Any) -> None:
-    model, _, captured = traced("llama")
-    whole, less = (plan_of("llama", {**pin, "recompute": each}) for each in ("none", level))
+def test_holds_less_and_as_much_as_predicted(name: str, pin: dict[str, Any], level: Any) -> None:
+    model, _, captured = traced(name)
+    whole, less = (plan_of(name, {**pin, "recompute": each}) for each in ("none", level))
     seen = [observed_peak(model, captured, plan.assignment) for plan in (whole, less)]
     assert seen[1] < seen[0]
     assert less.predicted.peak_bytes == pytest.approx(seen[1], rel=0.08)
@@ -137,8 +163,8 @@ def test_wrong_results_to_keep_are_refused(keeps: dict[str, Any], says: str) -> 
     "wrong, says",
     [
         ({"full": 3}, "recomputes 3 instances of block 'transformer.h.*', which occurs 2 times"),
-        ({"some": 1}, "it takes 'gathered', 'selective', 'full', each with a whole number"),
-        ({"full": -1}, "it takes 'gathered', 'selective', 'full', each with a whole number"),
+        ({"some": 1}, "it takes 'gathered', 'resharded', 'selective', 'full', each with a whole number"),
+        ({"full": -1}, "it takes 'gathered', 'resharded', 'selective', 'full', each with a whole number"),
     ],
 )
 def test_wrong_amounts_in_a_plan_are_refused(wrong: dict[str, int], says: str) -> None:
@@ -232,7 +258,7 @@ def test_what_is_dropped_is_not_held_until_backward() -> None:
     model, x = Dropping(hidden=32, layers=6, widely=False), torch.randn(16, 32, 32)
     captured = trace(model, (x,))
     peaks = []
-    for level in COMPUTED:
+    for level in ("none", "selective", "full"):
         pins = Pins.parse({"data": 2, "recompute": level})
         plan = plan_traced(captured, ClusterSpec.local(2, cores=2), pins, Training())
         peaks.append(observed_peak(model, captured, plan.assignment))

@@ -100,11 +100,15 @@ def test_the_chain_adds_up_to_the_problem(which: str, micro_batches: int, gather
         space = space_of(which, spec, 1, micro_batches, gathers=gathers, outer=2, inner=2)
         for _, assignment in assignments(space, rng, 4):
             links = links_of(assignment, named(space.folded, COMPUTED, ("none",)))
-            for number, level in enumerate(COMPUTED):
+            for level in COMPUTED:
                 step = pareto_frontier(space.folded, named(space.folded, (level,), ("none",))).steps[0]
-                problem = Decided(assignment, space.decision_graph).problem(None, step)
+                recompute = assignment.what_it_comes_to(step)
+                problem = Decided(assignment, space.decision_graph).problem(None, recompute)
                 whole = evaluate(problem, (0,) * len(problem.vertices))
-                ways = [min(number, len(link.block.savings) - 1) for link in links]
+                ways = [
+                    link.levels.index(recompute.level(kind, nth))
+                    for link, (kind, nth) in zip(links, space.decision_graph.blocks.numbers, strict=True)
+                ]
                 work_s = math.fsum(
                     block.forward_s + block.input_s + block.weight_s + block.savings[way].recompute_s
                     for block, way in ((link.block, way) for link, way in zip(links, ways, strict=True))

@@ -49,7 +49,7 @@ def attention(length: int = 48, repeated: bool = False) -> Graph:
         ({"sequence_parallel": True}, "pin 'tensor' above 1 too"),
         ({"sequence_parallel": True, "tensor": 1}, "pin 'tensor' above 1 too"),
         ({"pipeline": 0}, "pin 'pipeline' is 0; it is how many stages there are: a whole number from 1"),
-        ({"recompute": "some"}, "pin 'recompute' is 'some'; it is one of 'none', 'selective', 'full'"),
+        ({"recompute": "some"}, "pin 'recompute' is 'some'; it is one of 'none', 'resharded', 'selective', 'full'"),
         ({"recompute": {"keep": "*.up"}}, "or says of which modules the results are kept"),
         ({"recompute": {"keep": []}}, "or says of which modules the results are kept"),
         ({"recompute": {"kept": ["*.up"]}}, "or says of which modules the results are kept"),

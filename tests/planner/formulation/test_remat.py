@@ -100,16 +100,17 @@ def test_the_ladder_goes_from_nothing_to_everything() -> None:
         *([Amount()] * LAYER),
         *(Amount.of({"gathered": some}) for some in range(5)),
         *([Amount.of({"gathered": 4})] * (kinds - LAYER - 1)),
-        *(Amount.of({"selective": some, "gathered": 4 - some}) for some in range(1, 5)),
+        *(Amount.of({"resharded": some, "gathered": 4 - some}) for some in range(1, 5)),
+        *(Amount.of({"selective": some, "resharded": 4 - some}) for some in range(1, 5)),
         *(Amount.of({"full": full, "selective": 4 - full}) for full in range(1, 5)),
     ]
     assert not steps[0] and all(steps[1:])
     assert pareto_frontier(FOLDED, named(FOLDED, ("none",), ("none",))).steps == steps[:1]
-    for level, step in (("gathered", kinds + 3), ("selective", kinds + 7), ("full", -1)):
+    for level, step in (("gathered", kinds + 3), ("resharded", kinds + 7), ("selective", kinds + 11), ("full", -1)):
         assert pareto_frontier(FOLDED, named(FOLDED, (level,), ("gathered",))).steps == (steps[step],)
     assert pareto_frontier(FOLDED, named(FOLDED, LEVELS[1:], ("gathered",))).steps == steps[kinds + 3 :]
     held = pareto_frontier(FOLDED, named(FOLDED, COMPUTED, ("none",))).steps
-    assert len(held) == 9 and not any(amount.count("gathered") for step in held for amount in step.amounts)
+    assert len(held) == 13 and not any(amount.count("gathered") for step in held for amount in step.amounts)
     assert len(pareto_frontier(FOLDED, named(FOLDED, ("full",))).steps) == kinds
 
 
@@ -118,7 +119,13 @@ def test_levels_go_to_the_first_instances() -> None:
     assert [amounts.level(1, nth) for nth in range(5)] == ["full", "selective", "selective", "gathered", "none"]
     assert amounts.levels(1) == (("full", range(1)), ("selective", range(1, 3)), ("gathered", range(3, 4)))
     assert amounts.levels(0) == ()
-    assert amounts.without_gathering({1}) == Recompute((Amount(), Amount.of({"full": 1, "selective": 2}), Amount()))
+    without = Recompute((Amount(), Amount.of({"full": 1, "selective": 2}), Amount()))
+    assert amounts.without_gathered() == without
+    assert amounts.mapped(lambda kind, level: "none" if (kind, level) == (1, "gathered") else level) == without
+    assert amounts.mapped(lambda kind, level: "none" if kind == 0 else level) == amounts
+    both = Amount.of({"resharded": 1, "gathered": 2, "full": 1})
+    lowered = both.mapped(lambda level: "gathered" if level == "resharded" else level)
+    assert lowered == Amount.of({"gathered": 3, "full": 1})
 
 
 def test_apart_and_together_are_inverse() -> None:

@@ -116,11 +116,18 @@ def check(folded: Folded, recompute: Recompute) -> None:
     decision_graph = DecisionGraph(folded, {})
     expected = walked(decision_graph, recompute)
     assert {name: decision_graph.blocks.charge(folded.graph.by_name[name], recompute) for name in expected} == expected
-    assert decision_graph.blocks.charged(recompute) == {
-        variable: Counter(expected[name] for name in names)
-        for variable, names in decision_graph.variables.members.items()
-        if variable[0] == "op"
-    }
+    blocks, apart = decision_graph.blocks, Counter[tuple[int, int, int]]()
+    charged: dict[object, Counter[tuple[int, ...]]] = {}
+    for number, instance in enumerate(folded.instances):
+        kind, nth = blocks.numbers[number]
+        level = recompute.level(kind, nth)
+        for at, name in enumerate(instance.block.span.names):
+            as_made = blocks.again(kind, level).needed_as_made[at] if level != "none" else ()
+            apart.update((kind, at, place) for place in expected[name] if place in as_made)
+            rest = tuple(place for place in expected[name] if place not in as_made)
+            charged.setdefault(("op", kind, at), Counter())[rest] += 1
+    assert blocks.charged(recompute) == charged
+    assert blocks.charged_as_made(recompute) == apart
 
 
 reads = st.lists(st.integers(-12, -1) | st.sampled_from(("mask", "shared", "table", "stem")), min_size=2, max_size=2)

@@ -346,3 +346,15 @@ def test_what_became_of_pipelines_is_said() -> None:
     search = replace(plan.search, candidates=(*plan.search.candidates, *rows))
     assert "no faster pipeline found (2 looked at or pruned)" in standing(replace(plan, search=search))
     assert "pipeline" not in standing(plan)
+
+
+def test_operators_that_weigh_and_that_no_table_knows_qualify_what_is_optimal() -> None:
+    known, light, heavy = mlp(), mlp(strange=True), replace(mlp(strange=True), unknown_share=0.02)
+    assert known.unknown_share == 0 < light.unknown_share < 0.02
+    told = "but for operators that no table knows"
+    assert heavy.sentence.endswith(f"proven the best {told}.")
+    assert f"search  optimal {told}, " in str(heavy) and f"optimal {told}" in heavy.to_html()
+    assert f"optimal {told}" in repr(heavy)
+    assert Plan.from_dict(heavy.to_dict()).unknown_share == 0.02
+    for plan in (known, replace(light, unknown_share=0.009)):
+        assert told not in str(plan) + plan.sentence + plan.to_html()

@@ -22,6 +22,7 @@ from planner.cost.cluster import Level as NetworkLevel
 from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import certify
+from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
@@ -31,6 +32,7 @@ from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off, relabel
 from planner.ir.graph import Graph
+from planner.ir.layout import Mesh
 from planner.search.branch_and_bound import Searched
 from planner.search.remat_selection import with_levels_between
 from planner.search.search import search
@@ -41,6 +43,7 @@ from tests.planner.search.test_search import by_the_sum_alone, chain
 CASES = 200
 RECOMPUTING = 60
 CHUNK = 20
+FREE = Pins()
 
 
 @pytest.fixture
@@ -93,6 +96,17 @@ def gated(width: int, batch: int) -> Graph:
     return b.mean(value)
 
 
+@functools.cache
+def pairs(width: int, batch: int) -> Graph:
+    """Three layers of ``down(up(x))``: a product saves what the layer made, perhaps gathered for it."""
+    b = Build()
+    value = b.leaf("x", batch, width)
+    for i in range(3):
+        up = b.linear(f"up{i}", value, 2 * width, f"layers.{i}.up")
+        value = b.linear(f"down{i}", up, width, f"layers.{i}.down")
+    return b.mean(value)
+
+
 def problems(graph: Graph, spec: ClusterSpec, limit_bytes: int | None) -> list[Problem]:
     """The unfolded problem of every mesh, without recomputation."""
     cost, rules, folded = CostModel(spec), rules_of(graph), fold_off(graph)
@@ -100,11 +114,14 @@ def problems(graph: Graph, spec: ClusterSpec, limit_bytes: int | None) -> list[P
     return [Space(folded, mesh, cost, Training(), rules).problem(limit_bytes) for mesh in meshes]
 
 
-def problems_with_recomputation(graph: Graph, spec: ClusterSpec, limit_bytes: int | None) -> list[Problem]:
+def problems_with_recomputation(
+    graph: Graph, spec: ClusterSpec, limit_bytes: int | None, pins: Pins = FREE
+) -> list[Problem]:
     """The problem of every mesh and every amount of recomputation, in which each block decides for itself."""
     cost, rules, folded = CostModel(spec), rules_of(graph), fold(graph)
     single = relabel(folded, range(len(folded.instances)))
-    spaces = [Space(single, mesh, cost, Training(), rules) for mesh in candidate_meshes(spec, max_axes=2)]
+    meshes = [Mesh.of(**pins.sizes)] if pins.sizes else candidate_meshes(spec, max_axes=2)
+    spaces = [Space(single, mesh, cost, Training(), rules, *filters(pins, graph, rules, mesh)) for mesh in meshes]
     decision_graph = DecisionGraph(folded, rules)
     steps = (
         pareto_frontier(folded, with_levels_between(named(folded), decision_graph, cost))
@@ -242,10 +259,25 @@ def test_the_best_results_to_keep_are_those_of_brute_force() -> None:
     assert partly > 1 and wholly
 
 
-def best_levels(graph: Graph, spec: ClusterSpec, seed: int) -> set[Level]:
+@pytest.mark.usefixtures("only_the_sum")
+def test_what_is_gathered_again_is_that_of_brute_force() -> None:
+    """Each product has a part of its columns, so that the next one gathers what it reads."""
+    again, columns = 0, {"tensor": "n"}
+    pins = Pins.parse({"tensor": 2, "layers": {"*.up": columns, "*.down": columns}})
+    for seed in range(8):
+        rng = random.Random(seed)
+        graph, spec = pairs(4, rng.choice([24, 96])), random_cluster(rng, (2,))
+        least, most = least_peak_and_fastest(problems_with_recomputation(graph, spec, None, pins))
+        memory_bytes = int(least + rng.uniform(0.2, 1.0) * (most - least))
+        levels = best_levels(graph, with_memory(spec, memory_bytes), seed, pins)
+        again += "resharded" in levels
+    assert again
+
+
+def best_levels(graph: Graph, spec: ClusterSpec, seed: int, pins: Pins = FREE) -> set[Level]:
     """The levels of the best plan, which brute force finds too; none where nothing fits."""
-    expected = brute_force(problems_with_recomputation(graph, spec, spec.device.usable_bytes), spec)
-    found = searched(graph, spec, True, Pins())
+    expected = brute_force(problems_with_recomputation(graph, spec, spec.device.usable_bytes, pins), spec)
+    found = searched(graph, spec, True, pins)
     if math.isinf(expected):
         assert found is None, f"seed {seed}: nothing fits"
         return set()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import pytest
 
+from planner.analysis.pipeline.staged import Staged
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
+from planner.formulation.certificate import certify
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
@@ -18,6 +21,7 @@ from planner.search.branch_and_bound import Searched
 from planner.search.remat_selection import MOST, WORTH, corners, with_levels_between
 from planner.search.search import search
 from tests.planner.plans import Build, cluster, named, whole
+from tests.planner.search.test_search import by_the_sum_alone
 
 BATCH, WIDTH, WIDE = 512, 64, 256
 
@@ -107,6 +111,58 @@ def test_every_kind_goes_its_own_way_and_what_is_cheap_for_its_bytes_goes_first(
     assert [*levels.of(kind)[1:]] == [each.level for each in corners(decision_graph, kind, CostModel(priced()))]
     others = {each: levels.of(each) for each in range(len(plain.first)) if each != kind}
     assert others == dict.fromkeys(others, ("none", "gathered"))
+
+
+@functools.cache
+def gathering(layers: int = 6) -> Graph:
+    """Layers of ``silu(down(up(x)))``."""
+    b = Build()
+    value = b.linear("stem", b.leaf("x", BATCH, WIDTH), WIDTH, "stem")
+    for i in range(layers):
+        path = f"layers.{i}"
+        down = b.linear(f"down{i}", b.linear(f"up{i}", value, WIDE, f"{path}.up"), WIDTH, f"{path}.down")
+        value = b.call(f"silu{i}", "silu.default", BATCH, WIDTH, path=path, self=down)
+    return b.mean(value)
+
+
+def gathered_within(memory_bytes: int | None, world: int, **pins: object) -> Searched:
+    """The best plan where each product has a part of its columns, so that the next one gathers what it reads."""
+    spec = priced()
+    device = spec.device.model_copy(update={"memory_bytes": memory_bytes or 2**30, "reserve_fraction": 0.0})
+    quick = {"size": world, "latency_s": 1e-7, "bandwidth_bytes_per_s": 1e10}
+    spec = spec.model_copy(update={"device": device, "levels": (spec.levels[0].model_copy(update=quick),)})
+    columns = {"layers": {"*.up": {"tensor": "n"}, "*.down": {"tensor": "n"}}, "tensor": 2}
+    return search(gathering(), spec, whole({**columns, **pins}), Training())
+
+
+def test_what_products_read_gathered_is_gathered_again_where_that_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    with by_the_sum_alone():
+        most, least = (gathered_within(None, 2, recompute=each).evaluation.peak_bytes for each in ("none", "full"))
+        limits = [int(least + share * (most - least)) for share in (0.4, 0.7, 0.95)]
+        plans = [gathered_within(limit, 2) for limit in limits]
+        counts = [sum(amount.count("resharded") for amount in plan.assignment.recompute.amounts) for plan in plans]
+        assert 0 < counts[0] < counts[1] == 6 > counts[2] > 0
+        monkeypatch.setattr("planner.search.remat_selection.gathering_s", lambda cost: math.inf)
+        without = [gathered_within(limit, 2) for limit in limits]
+    for some, others in zip(plans, without, strict=True):
+        assert some.status == others.status == "optimal" and certify(some.assignment, 0.0).holds
+        assert some.evaluation.time_s < 0.99 * others.evaluation.time_s
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_micro_batches_and_stages_gather_again_too(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(memory_bytes: int | None, **pins: object) -> Staged:
+        plan = gathered_within(memory_bytes, 2 * stages, pipeline=stages, micro_batches=4, **pins)
+        assert plan.staged is not None and plan.bound_s <= plan.staged.step_s
+        return plan.staged
+
+    most, again = (found(None, recompute=each).peak_bytes for each in ("none", "resharded"))
+    limits = [int(again + share * (most - again)) for share in (0.0, 0.5)]
+    plans = [found(limit) for limit in limits]
+    monkeypatch.setattr("planner.search.remat_selection.gathering_s", lambda cost: math.inf)
+    for limit, some in zip(limits, plans, strict=True):
+        assert "resharded" in some.levels and some.peak_bytes <= limit
+        assert some.step_s < 0.99 * found(limit).step_s
 
 
 def searched(spec: ClusterSpec) -> Searched:

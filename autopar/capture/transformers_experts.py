@@ -1,0 +1,104 @@
+"""While a model of Transformers is captured, its experts are one operator, whatever ``experts_implementation`` says.
+
+Experts of Transformers ask a table for the function that runs them. While a model is captured that function is ours,
+under every name of the table and under ``eager``, a loop that reads values. What lies between the products of an
+expert is the model's own code: it is compared on numbers with what the operator can do. Experts that do something else
+run as the configuration says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.operators.expert import ACTIVATIONS, SWISH, Expert
+from autopar.operators.experts import experts
+
+TABLE = "transformers.integrations.moe"
+"""The module of the table; where it is not imported, no model has experts of Transformers."""
+
+
+@contextlib.contextmanager
+def experts_whole() -> Iterator[None]:
+    """While inside, experts of Transformers call :func:`autopar.experts` where it computes the same."""
+    table = getattr(sys.modules.get(TABLE), "ALL_EXPERTS_FUNCTIONS", None)
+    if table is None:
+        yield
+        return
+    before = dict(table._local_mapping)
+    named = {name: table[name] for name in table}
+    table._local_mapping.update({name: _instead_of(named.get(name)) for name in (*named, "eager", None)})
+    try:
+        yield
+    finally:
+        table._local_mapping.clear()
+        table._local_mapping.update(before)
+
+
+def _instead_of(function: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """What runs experts in place of a function of the table, or of the loop that their class brings (``None``)."""
+
+    def run(module: nn.Module, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        expert = expert_of(module)
+        if expert is None:
+            original = function or inspect.unwrap(type(module).forward)
+            return original(module, x, indices, weights)
+        first = "up_proj" if expert.gate == "none" else "gate_up_proj"
+        names = (first, "down_proj", *((f"{first}_bias", "down_proj_bias") if module.has_bias else ()))
+        return experts(
+            x,
+            indices,
+            weights,
+            *(getattr(module, name) for name in names),
+            activation=expert.activation,
+            gate=expert.gate,
+            alpha=expert.alpha,
+            limit=expert.limit,
+            offset=expert.offset,
+            transposed=expert.transposed,
+        )
+
+    return run
+
+
+def expert_of(module: Any) -> Expert | None:
+    """What experts of Transformers compute, in terms of the operator; ``None`` if it cannot."""
+    if module.has_post_expert_norm or module._is_expert_parallel:
+        return None
+    between = module._apply_gate if module.has_gate else module.act_fn
+    gate = "none" if not module.has_gate else "halves" if module.is_concatenated else "pairs"
+    alphas, limits = (_numbers(module, name) for name in ("alpha", "limit"))
+    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([]):
+        probe = 6 * torch.randn(16, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        try:
+            wanted = between(probe)
+        except Exception:  # it takes more than the numbers of a row: parameters without data, other shapes
+            return None
+        for found in _candidates(Expert(gate=gate, transposed=module.is_transposed), alphas, limits):  # type: ignore[arg-type]
+            got = found.between(probe)
+            if got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-13, atol=1e-13):
+                return found
+    return None
+
+
+def _numbers(module: nn.Module, name: str) -> list[float]:
+    """Numbers of a module that may be what it calls alpha, or limit: those whose names end so."""
+    found = {key: value for key, value in vars(module).items() if key.endswith(name) and type(value) in (int, float)}
+    return [float(value) for value in found.values() if value]
+
+
+def _candidates(plain: Expert, alphas: Sequence[float], limits: Sequence[float]) -> Iterator[Expert]:
+    """What experts may compute, the usual first."""
+    acts = [replace(plain, activation=name) for name in ACTIVATIONS]
+    acts += [replace(plain, activation=SWISH, alpha=alpha) for alpha in (*alphas, 1.702)]
+    for limit in (0.0, *limits):
+        for offset in (0.0, 1.0):
+            yield from (replace(act, limit=limit, offset=offset) for act in acts)

@@ -1,0 +1,153 @@
+"""A mixture of experts of which each rank has some.
+
+Where tokens are whole on the ranks that share experts, each adds what its own experts make of them. Where tokens are
+sharded on the same axis, they are dispatched: each token goes to the ranks of its experts, and what these make of it
+comes back (Lepikhin et al. 2021, without a limit: no token is dropped). On several axes rows go along one after the
+other.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.operators.expert import Expert
+from autopar.operators.experts import by_expert, for_each_rank, put, routed, take, through
+from autopar.runtime.spmd.rank_index import Groups, as_partial, cut, first, ranks
+from autopar.runtime.spmd.row_exchange import exchange_counts, exchange_rows, splits
+from autopar.runtime.spmd.run_state import RunState
+from planner.base.errors import InputError
+
+
+def experts(
+    state: RunState,
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *arguments: Any,
+    holding_groups: Groups = (),
+    dispatch_groups: Groups = (),
+) -> Tensor:
+    """``autopar.experts`` of this rank's experts.
+
+    Args:
+        state: that it is a region of: what it keeps of its rows is made anew where it runs again.
+        x, indices, weights: ``[t, h]``, ``[t, k]``, ``[t, k]``; ``S`` on ``dispatch_groups``, ``R`` on the other
+            ``holding_groups``.
+        up, down, up_bias, down_bias: ``S`` on ``holding_groups`` along their experts.
+        *arguments: as in the operator.
+        holding_groups: the mesh axes that shard experts, major first.
+        dispatch_groups: those of them that shard tokens, too.
+
+    Returns:
+        ``[t, h]``, ``S`` on ``dispatch_groups``, ``P`` on the other ``holding_groups``.
+    """
+    matrices = (up, down, up_bias, down_bias)
+    whole = tuple(group for group in holding_groups if group not in dispatch_groups)
+    with state.random.region(draws=False):
+        if x.is_meta or not holding_groups:
+            found = torch.ops.autopar.experts.default(x, indices, weights, *matrices, *arguments)
+        elif not dispatch_groups:
+            form, start = Expert(*arguments), first(len(up) * ranks(whole), whole, x.device)
+            found = for_each_rank(partial(routed, form=form, is_part=True), x, indices, weights, *matrices, start)
+        else:
+            ways = _Ways(holding_groups, dispatch_groups, len(up), x.device)
+            found = _dispatched(x, indices, weights, matrices, ways, Expert(*arguments))
+    return as_partial(found, whole)
+
+
+class _Ways:
+    """Where tokens go: the experts of a rank are numbered by its place on every axis that shards experts, major first.
+
+    Attributes:
+        dispatch: the axes along which tokens go, major first.
+        each: experts of one rank.
+        count: experts that the tokens of this rank may go to from here.
+        here: this rank's place on each of the other axes.
+    """
+
+    def __init__(self, holding: Groups, dispatch: Groups, each: int, device: torch.device):
+        self._holding, self.dispatch, self.each = holding, dispatch, each
+        self.count = each * ranks(dispatch)
+        others = (group for group in holding if group not in dispatch)
+        self.here = [cut(torch.arange(group.size(), device=device), (group,)).squeeze(0) for group in others]
+
+    def start(self, x: Tensor, indices: Tensor, *here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A row for each token and expert, sorted by where it goes; which token and place each is of; how many go."""
+        chosen, total = indices.reshape(-1), self.each * ranks(self._holding)
+        outside = chosen[(chosen < 0) | (chosen >= total)]
+        if len(outside):
+            raise InputError(f"autopar.experts: a token goes to expert {int(outside[0])}; there are {total}, from 0 on")
+        block, goes, number = chosen // self.each, torch.ones_like(chosen, dtype=torch.bool), torch.zeros_like(chosen)
+        places = iter(here)
+        for at, group in enumerate(self._holding):
+            place = block // ranks(self._holding[at + 1 :]) % group.size()
+            if group in self.dispatch:
+                number = number * group.size() + place
+            else:
+                goes &= place == next(places)
+        number = torch.where(goes, number * self.each + chosen % self.each, -1)
+        slots, counts = by_expert(number, self.count)
+        return take(x, slots, indices.shape[-1]), slots, counts
+
+
+def _dispatched(
+    x: Tensor, indices: Tensor, weights: Tensor, matrices: tuple[Tensor | None, ...], ways: _Ways, form: Expert
+) -> Tensor:
+    """What the experts of all ranks make of this rank's tokens."""
+    rows, slots, counts = for_each_rank(ways.start, x, indices, *ways.here)
+    back, sources = [], 1
+    sizes = [*(group.size() for group in ways.dispatch), ways.each]
+    for group, following in zip(ways.dispatch, sizes[1:], strict=True):
+        sent, arrived = splits(counts, group), exchange_counts(counts, group)
+        received = splits(arrived, group)
+        rows, sources = exchange_rows(rows, sent, received, group), sources * group.size()
+        # Rows are sorted by where they come from, then by where they go next, and are to be the other way round.
+        rows, counts, order = for_each_rank(partial(_regrouped, shape=(sources, following, -1)), rows, arrived)
+        back.append((group, sent, received, order))
+    rows = for_each_rank(partial(_made, form=form), rows, counts.view(ways.each, -1).sum(1), *matrices)
+    for group, sent, received, order in reversed(back):
+        rows = exchange_rows(for_each_rank(_restored, rows, order), received, sent, group)
+    return for_each_rank(_weighted, rows, weights, slots)
+
+
+def _regrouped(rows: Tensor, counts: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows in runs of ``counts[a * b * c]``, sorted by ``(b, a, c)`` instead of ``(a, b, c)``; their new counts, and
+    which row is where.
+    """
+    after = torch.arange(len(counts), device=counts.device).view(shape).transpose(0, 1).flatten()
+    place = torch.empty_like(after).index_copy_(0, after, torch.arange(len(counts), device=counts.device))
+    order = torch.argsort(place.repeat_interleave(counts), stable=True)
+    return take(rows, order), counts[after], order
+
+
+def _restored(rows: Tensor, order: Tensor) -> Tensor:
+    return put(rows, order, len(rows))
+
+
+def _made(
+    rows: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    *,
+    form: Expert,
+) -> Tensor:
+    return through(rows, counts.tolist(), up, down, up_bias, down_bias, form=form).to(rows.dtype)
+
+
+def _weighted(rows: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+    """The sum of what experts made of each token."""
+    k = weights.shape[-1]
+    weighted = rows * weights.reshape(-1).index_select(0, slots).unsqueeze(-1)
+    return put(weighted, slots, math.prod(weights.shape[:-1]), k).to(rows.dtype)

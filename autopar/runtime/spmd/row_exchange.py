@@ -1,0 +1,54 @@
+"""All-to-alls of rows of which each rank sends as many as it has to: where they go is known only in the step.
+
+How many go where is exchanged first. Tensors may be those of all ranks at once, where one process simulates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import SymInt, Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor
+
+Splits = Sequence[int | SymInt]
+"""How many rows go to each rank of a group, or come from it."""
+
+
+def exchange_counts(counts: Tensor, group: ProcessGroup) -> Tensor:
+    """``counts[p * n] -> [p * n]``: what each of ``p`` ranks has for this one."""
+    return funcol.wait_tensor(funcol.all_to_all_single(counts, None, None, group))
+
+
+def exchange_rows(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) -> Tensor:
+    """``rows[sum(sent), h] -> [sum(received), h]``, in the order of ranks; the gradient goes the way back."""
+    return _ExchangeRows.apply(rows, sent, received, group)
+
+
+def splits(counts: Tensor, group: ProcessGroup) -> Splits:
+    """Rows for each rank of a group, of counts ``[p * n]`` in the order of ranks."""
+    totals = counts.view(group.size(), -1).sum(1)
+    if not isinstance(totals, LocalTensor):
+        return totals.tolist()
+    each = {rank: own.tolist() for rank, own in totals._local_tensors.items()}
+    return [SymInt(LocalIntNode({rank: own[place] for rank, own in each.items()})) for place in range(group.size())]
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchanged(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchanged(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) -> Tensor:
+    there: Any = [*sent]  # numbers of all ranks at once are as good as numbers
+    here: Any = [*received]
+    return funcol.wait_tensor(funcol.all_to_all_single(rows.contiguous(), here, there, group))

@@ -1,0 +1,211 @@
+"""Mixtures of experts under every way to run them, against the model: outputs, gradients, types and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.verification.reference import Reference, reference
+from autopar.verification.typecheck import typecheck
+from autopar.verification.verify import decide_on, simulate
+from planner.analysis.memory import usage
+from planner.analysis.prediction import collectives
+from planner.cost.cluster import ClusterSpec
+from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.pins import Pins
+from planner.ir.layout import Mesh
+from tests.autopar.models import MODELS
+
+WIDTH, HIDDEN = 8, 8
+
+
+class Mixture(nn.Module):
+    """A router, experts, a shared expert, and a loss with one that balances experts.
+
+    Args:
+        choose: overrules the router: experts of each token from scores ``[t, e]``.
+    """
+
+    def __init__(
+        self,
+        experts: int = 4,
+        k: int = 2,
+        gate: str = "halves",
+        bias: bool = False,
+        choose: Callable[[Tensor], Tensor] | None = None,
+        width: int = WIDTH,
+        hidden: int = HIDDEN,
+    ):
+        super().__init__()
+        made = hidden if gate == "none" else 2 * hidden
+        self.k, self.gate, self.choose = k, gate, choose
+        self.before, self.router = nn.Linear(width, width), nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, made, width))
+        self.down = nn.Parameter(torch.randn(experts, width, hidden))
+        self.up_bias = nn.Parameter(torch.randn(experts, made)) if bias else None
+        self.down_bias = nn.Parameter(torch.randn(experts, width)) if bias else None
+        self.shared = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.before(x)
+        scores = self.router(x).softmax(-1)
+        weights, indices = scores.topk(self.k)
+        if self.choose is not None:
+            indices = self.choose(indices)
+            weights = scores.gather(1, indices)
+        found = autopar.experts(
+            x,
+            indices,
+            weights,
+            self.up,
+            self.down,
+            self.up_bias,
+            self.down_bias,
+            gate=self.gate,  # type: ignore[arg-type]
+        )
+        return F.mse_loss(found + self.shared(x), y) + scores.square().mean()
+
+
+def decided(
+    model: Mixture, wanted: str, sizes: tuple[int, ...], tokens: int, **pins: int
+) -> tuple[Reference, Assignment]:
+    """One step of the model, and a plan of it whose experts run so on axes of these sizes."""
+    torch.manual_seed(1)
+    ref = reference(model, None, {"x": torch.randn(tokens, WIDTH), "y": torch.randn(tokens, WIDTH)})
+    names = ("outer", "inner")[-len(sizes) :] if not pins else (*pins,)
+    on_axes = dict(zip(names, wanted.split(), strict=True))
+    mesh = Mesh.of(**dict(zip(names, sizes, strict=True)))
+    assignment = decide_on(
+        ref.traced, mesh, ClusterSpec.local(mesh.size), Pins.parse({**pins, "layers": {"": on_axes}})
+    )
+    (node,) = (node for node in assignment.space.graph.operators if node.op == "autopar.experts.default")
+    assert assignment.choice(node).label == " ".join(f"{name}:{way}" for name, way in on_axes.items())
+    return ref, assignment
+
+
+def run(model: Mixture, wanted: str, sizes: tuple[int, ...] = (2,), tokens: int = 16) -> None:
+    """Assert that the model computes the same with its experts run so on axes of these sizes.
+
+    Args:
+        wanted: the strategy of the experts on every axis; all else is searched.
+    """
+    ref, assignment = decided(model, wanted, sizes, tokens)
+    typecheck(ref.traced.captured, assignment)
+    agreement = simulate(ref, assignment)
+    assert agreement.agrees(), agreement
+    assert not agreement.miscounted, agreement.miscounted
+
+
+@pytest.mark.parametrize("gate, bias", [("halves", True), ("pairs", False), ("none", True)])
+@pytest.mark.parametrize("wanted", ["e", "f", "t", "t.dispatch"])
+def test_one_axis(wanted: str, gate: str, bias: bool) -> None:
+    run(Mixture(gate=gate, bias=bias), wanted)
+
+
+@pytest.mark.parametrize("wanted", [
+    "t.dispatch e", "e t.dispatch", "t.dispatch f", "f t.dispatch", "t.dispatch t.dispatch", "t t.dispatch",
+    "t.dispatch t", "t e", "e e", "e f",
+])  # fmt: skip
+def test_two_axes(wanted: str) -> None:
+    run(Mixture(experts=8, k=3, bias=True), wanted, (2, 2))
+
+
+def all_to(expert: int) -> Callable[[Tensor], Tensor]:
+    return lambda indices: torch.full_like(indices, expert)
+
+
+@pytest.mark.parametrize("wanted, sizes", [("t.dispatch", (4,)), ("t.dispatch t.dispatch", (2, 2)), ("e", (4,))])
+@pytest.mark.parametrize("choose", [all_to(0), all_to(7), lambda i: i % 3 + 2], ids=["first", "last", "three"])
+def test_ranks_that_receive_nothing(wanted: str, sizes: tuple[int, ...], choose: Callable[[Tensor], Tensor]) -> None:
+    """All tokens go to one expert, or to three of eight."""
+    run(Mixture(experts=8, k=1, choose=choose), wanted, sizes)
+
+
+def test_more_choices_than_ranks() -> None:
+    run(Mixture(experts=8, k=7), "t.dispatch")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_volumes(ranks: int) -> None:
+    """Elements that a rank sends a layer and step, beside numbers of rows and of experts.
+
+    Derived by hand: with ``T`` tokens a rank, each goes to ``k`` experts and back, and so do gradients, of which
+    ``1 / P`` stay: ``4 k T h (P - 1) / P``. Gathered tokens come from, and sums of results go to, the others, and so
+    do gradients: ``4 (P - 1) T h``. Experts that are stored sharded are gathered forward and backward, and their
+    gradients are reduced: ``9 E h f (P - 1) / P`` for three matrices of ``E`` experts each.
+    """
+    experts, k, tokens = 8, 3, 16
+
+    def sent(wanted: str, part: int, pins: dict[str, int]) -> float:
+        _, assignment = decided(Mixture(experts, k, choose=None), wanted, (ranks,), tokens * ranks, **pins)
+        share = {"all_gather": ranks - 1, "reduce_scatter": (ranks - 1) / ranks, "all_to_all": (ranks - 1) / ranks}
+        calls = collectives(assignment)
+        sizes = {"all_gather": part, "reduce_scatter": part * ranks, "all_to_all": part}
+        return sum(n * share[c.kind] * c.bytes_in / 8 for c, n in calls.items() if sizes.get(c.kind) == c.bytes_in / 8)
+
+    assert sent("t.dispatch", k * tokens * WIDTH, {"data": ranks}) == 4 * k * tokens * WIDTH * (ranks - 1) / ranks
+    assert sent("e", tokens * WIDTH, {"data": ranks}) == 4 * (ranks - 1) * tokens * WIDTH
+    model = Mixture(experts, k)
+    plan = autopar.plan(
+        model,
+        ClusterSpec.local(ranks),
+        example_kwargs={"x": torch.randn(64, WIDTH), "y": torch.randn(64, WIDTH)},
+        pin={
+            "data": ranks,
+            "zero": {"up": 3, "down": 3, "*": 0},
+            "layers": {"": {"data": "t"}},
+            "pipeline": 1,
+            "micro_batches": 1,
+        },
+    )
+    weights = 4 * 3 * experts * WIDTH * HIDDEN
+    calls = dict(plan.predicted.collectives)
+    gathered = sum(n * c.bytes_in * (ranks - 1) for c, n in calls.items() if c.kind == "all_gather")
+    reduced = sum(n * c.bytes_in * (ranks - 1) / ranks for c, n in calls.items() if c.kind == "reduce_scatter")
+    assert gathered + reduced == 3 * weights * (ranks - 1) / ranks
+
+
+@pytest.mark.parametrize("wanted, times", [("t.dispatch", 2.0), ("e", 2.0), ("t", 1.0), ("f", 1.0)])
+def test_the_busiest_rank_decides(wanted: str, times: float) -> None:
+    """Seconds and bytes are those of the rank that most tokens go to, where the cluster says how many more they are."""
+    ref = reference(Mixture(8, 2), None, {name: torch.randn(4096, WIDTH) for name in ("x", "y")})
+    found = []
+    for imbalance in (1.0, 2.0):
+        cluster = ClusterSpec.local(2).model_copy(update={"expert_imbalance": imbalance})
+        plan = decide_on(ref.traced, Mesh.of(all=2), cluster, Pins.parse({"layers": {"": {"all": wanted}}}))
+        (node,) = (node for node in plan.space.graph.operators if node.op == "autopar.experts.default")
+        space, choice = plan.space, plan.choice(node)
+        work = space.work(node, choice)
+        kept = sum(held.bytes for held in usage(plan).alive if "experts keeps" in held.name)
+        found.append((space.load(node, choice), work.inner_forward_s, kept))
+    (even, even_s, even_bytes), (uneven, uneven_s, uneven_bytes) = found
+    assert even == 1 and uneven == times and uneven_s == times * even_s and uneven_bytes == times * even_bytes > 0
+
+
+def test_a_block_that_recomputes_makes_the_rows_of_its_experts_anew() -> None:
+    model, batch = MODELS["qwen3-moe"].build()
+    plans = [
+        autopar.plan(model, ClusterSpec.local(2), example_kwargs=batch, pin={"tensor": 2, "recompute": level})
+        for level in ("none", "full")
+    ]
+    found = autopar.verify(model, plans[1], example_kwargs=batch)
+    assert found.agreement is not None and found.agreement.agrees()
+    kept = [plan.predicted.memory_bytes["activations"] for plan in plans]
+    assert kept[1] < 0.6 * kept[0]
+
+
+@pytest.mark.parametrize("tokens, expected", [(20_000, "t.dispatch"), (40_000, "t")])
+def test_experts_are_gathered_where_there_are_many_tokens(tokens: int, expected: str) -> None:
+    """Above ``2.25 E f / k`` tokens a rank, 27,648 for a layer of Qwen3-30B-A3B, gathering experts moves less."""
+    with torch.device("meta"):
+        model = Mixture(128, 8, width=2048, hidden=768).bfloat16()
+        batch = {name: torch.empty(8 * tokens, 2048, dtype=torch.bfloat16) for name in ("x", "y")}
+    pin = {"data": 8, "zero": 3, "pipeline": 1, "micro_batches": 1}
+    plan = autopar.plan(model, ClusterSpec.preset("dgx-h100", nodes=1), example_kwargs=batch, pin=pin)
+    (strategy,) = (way for block in plan.blocks for name, way in block.ops.items() if name.endswith("experts"))
+    assert strategy == f"data:{expected}"
