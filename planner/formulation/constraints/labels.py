@@ -132,19 +132,19 @@ LABELS = {
         "attention with it (Transformers: attn_implementation='sdpa'), or leave out 'context'",
         remedy="change the pin or pad the sequence",
     ),
-    "table": Label(
-        at_factors(lambda node, rule: {"slab"} & rule.sizes.keys()),
-        "slabs of embedding tables",
-        missing="shards the slabs of autopar.EmbeddingTables, and the model has none: write its tables with them and "
-        "place them (EmbeddingTables.placed), or leave out 'table'",
-        remedy="place the tables on as many ranks, or change the pin",
-    ),
     "expert": Label(
         at_factors(lambda node, rule: {*rule.operands[UP][0]} if mixes(node.op) else set()),
         "expert dim",
         missing="shards experts, and the model has none that are known as such: write them with autopar.experts, or "
         "leave out 'expert'",
         remedy="change the pin",
+    ),
+    "table": Label(
+        at_factors(lambda node, rule: {"slab"} & rule.sizes.keys()),
+        "slabs of embedding tables",
+        missing="shards the slabs of autopar.EmbeddingTables, and the model has none: write its tables with them and "
+        "place them (EmbeddingTables.placed), or leave out 'table'",
+        remedy="place the tables on as many ranks, or change the pin",
     ),
     "stream": Label(_tokens),
 }
