@@ -49,6 +49,7 @@ STEP_CASES = tuple(
     step_time.Case(kind, ranks, heap) for kind in ("data", "tensor") for ranks in (2, 4) for heap in ("default", "kept")
 )
 STAGE_CASES = tuple(step_time.Case("pipeline", ranks) for ranks in (2, 4))
+EXPERT_CASES = tuple(step_time.Case("expert", ranks, heap) for ranks in (2, 4) for heap in ("default", "kept"))
 SHARD_CASES = tuple(step_time.Case(kind, ranks) for kind in ("zero 2", "zero 3") for ranks in (2, 4))
 THEIRS = {
     "data": "DDP",
@@ -56,7 +57,9 @@ THEIRS = {
     "zero 3": "fully_shard",
     "tensor": "parallelize_module",
     "pipeline": "Schedule1F1B",
+    "expert": "all_to_all_single by hand",
 }
+MODELS = {**dict.fromkeys(step_time.ZERO, "Transformers GPT-2"), "expert": "mixture of 8 experts, 2 each, in one layer"}
 
 
 def main(what: list[str]) -> None:
@@ -175,7 +178,7 @@ def steps(name: str, title: str, cases: Sequence[step_time.Case]) -> None:
         print(f"stepped {case.kind} {case.ranks} {case.heap}: ratio {ratios[-1]}", flush=True)
     rows = [
         {
-            "model": "Transformers GPT-2" if r.case.kind in step_time.ZERO else "hand-written GPT",
+            "model": MODELS.get(r.case.kind, "hand-written GPT"),
             "ours": ", ".join(f"{k}={v}" for k, v in r.case.pin.items()),
             "theirs": THEIRS[r.case.kind],
             "ranks": str(r.case.ranks),
@@ -587,6 +590,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "plan": plans,
     "step": partial(steps, "step_time", "Step time", STEP_CASES),
     "stages": partial(steps, "stages", "Step time of pipelines", STAGE_CASES),
+    "experts": partial(steps, "experts", "Step time of experts", EXPERT_CASES),
     "shards": partial(steps, "shards", "Step time of sharded parameters", SHARD_CASES),
     "predicted": predictions,
     "published": published_runs,

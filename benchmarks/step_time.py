@@ -6,7 +6,8 @@ against ``fully_shard`` of every layer and of the rest, without ``reshard_after_
 under torch's ``MemTracker`` for their peaks. Tensor parallel: a GPT with one linear per projection, ours pinned
 ``{"tensor": n}`` against ``parallelize_module`` with column and row styles, vocabulary included. Pipeline: the same
 GPT, ours pinned ``{"pipeline": n, "micro_batches": 8, "schedule": "1f1b"}`` against ``torch.distributed.pipelining``'s
-``Schedule1F1B`` over stages written by hand with the same cut. Both sides train
+``Schedule1F1B`` over stages written by hand with the same cut. Experts: a mixture of experts, ours pinned
+``{"expert": n}`` against all-to-alls written by hand. Both sides train
 the same model on the same batches from the same weights with the same optimizer, and the losses must agree. The
 optimizer is torch's fused AdamW: its default walks over parameters one by one, which costs several times more on
 DTensors than on plain tensors.
@@ -50,6 +51,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar import ClusterSpec, parallelize
 from autopar.measure.local_processes import LocalProcesses
+from benchmarks import moe
 from benchmarks.gpt import GPT, Shape
 
 Batch = dict[str, Tensor]
@@ -66,7 +68,7 @@ class Case:
     """One comparison over ``ranks`` processes.
 
     Attributes:
-        kind: ``data``, ``zero 2``, ``zero 3``, ``tensor`` or ``pipeline``.
+        kind: ``data``, ``zero 2``, ``zero 3``, ``tensor``, ``pipeline`` or ``expert``.
         heap: ``default`` or ``kept``.
     """
 
@@ -82,6 +84,8 @@ class Case:
         """What our side is told."""
         if self.kind == "pipeline":
             return {"pipeline": self.ranks, "micro_batches": MICRO_BATCHES, "schedule": "1f1b"}
+        if self.kind == "expert":
+            return {"expert": self.ranks, "zero": 0, "pipeline": 1, "micro_batches": 1}
         return {"tensor": self.ranks} if self.kind == "tensor" else {"data": self.ranks, "zero": ZERO[self.kind]}
 
 
@@ -130,7 +134,10 @@ def train_both(case: Case) -> Compared:
     if case.heap == "kept":
         _keep_heap()
     model = gpt2(case.shape) if case.kind in ZERO else GPT(case.shape)
-    theirs = {"data": _ddp, "tensor": _tensor_parallel, "pipeline": _pipelining}.get(case.kind, _fully_sharded)
+    if case.kind == "expert":
+        model = moe.Mixture(case.shape.hidden)
+    by_hand = {"data": _ddp, "tensor": _tensor_parallel, "pipeline": _pipelining, "expert": _dispatched}
+    theirs = by_hand.get(case.kind, _fully_sharded)
     sides = [_Side(*make(copy.deepcopy(model.train()), case)) for make in (_ours, theirs)]
     times: list[list[tuple[float, float]]] = [[], []]
     difference = 0.0
@@ -234,6 +241,11 @@ def _tensor_parallel(model: nn.Module, case: Case) -> tuple[Any, ...]:
     return parallelize_module(model, mesh, plan), lambda batch: batch, loss_parallel, False
 
 
+def _dispatched(model: nn.Module, case: Case) -> tuple[Any, ...]:
+    assert isinstance(model, moe.Mixture)
+    return moe.ByHand(model), _own_part(case), contextlib.nullcontext, True
+
+
 class _Part(nn.Module):
     """What one stage has of a GPT, by hand."""
 
@@ -308,5 +320,8 @@ def gpt2(shape: Shape) -> nn.Module:
 
 def _batch(case: Case, step: int) -> Batch:
     generator = torch.Generator().manual_seed(step)
+    if case.kind == "expert":
+        size = case.shape.batch * case.shape.sequence, case.shape.hidden
+        return {name: torch.randn(size, generator=generator) for name in ("x", "y")}
     ids = torch.randint(0, case.shape.vocab, (case.shape.batch, case.shape.sequence), generator=generator)
     return {"input_ids" if case.kind in ZERO else "ids": ids, "labels": ids.roll(-1, 1)}

@@ -140,15 +140,19 @@ def routed(
     *,
     form: Expert,
     is_part: bool = False,
+    seen: Callable[[int], None] | None = None,
 ) -> Tensor:
     """The operator on one device, which has the experts from number ``first`` on.
 
     Args:
         is_part: there are other experts elsewhere, and what goes to them alone is 0 here.
+        seen: is told how many rows there are.
     """
     k, dtype = indices.shape[-1], x.dtype
     chosen = indices.reshape(-1) - first
     slots, counts = by_expert(chosen, len(up))
+    if seen is not None:
+        seen(len(slots))
     if not is_part and len(slots) < len(chosen):
         outside = int(chosen[(chosen < 0) | (chosen >= len(up))][0])
         raise InputError(f"autopar.experts: a token goes to expert {outside}; there are {len(up)}, numbered from 0")
@@ -226,9 +230,10 @@ class _Put(torch.autograd.Function):
 
 def _summed(rows: Tensor, slots: Tensor, k: int, tokens: int) -> Tensor:
     """Without atomics: each row has a place of its own before places are summed."""
-    places = rows.new_zeros(tokens * k, rows.shape[-1])
+    size = tokens * k, rows.shape[-1]
+    places = rows.new_empty(size) if len(slots) == tokens * k else rows.new_zeros(size)
     places.index_copy_(0, slots, rows)
-    return places.view(tokens, k, rows.shape[-1]).sum(1)
+    return places if k == 1 else places.view(tokens, k, rows.shape[-1]).sum(1)
 
 
 # --- the operator --------------------------------------------------------------------------------------

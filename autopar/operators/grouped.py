@@ -72,14 +72,14 @@ def _outer_products(rows: Tensor, gradient: Tensor, counts: Sequence[int], like:
         if 0 in counts:
             found[[group for group, count in enumerate(counts) if not count]] = 0
         return found
-    found = torch.zeros_like(like)
-    for group, (x, g) in enumerate(zip(rows.split(counts), gradient.split(counts), strict=True)):
-        if len(x):
-            # A transposed matrix is written as what it is the transpose of, since out= takes no other strides.
-            if found[group].is_contiguous():
-                torch.mm(x.mT, g, out=found[group])
-            else:
-                torch.mm(g.mT, x, out=found[group].mT)
+    found = torch.empty_like(like)
+    for into, x, g in zip(found, rows.split(counts), gradient.split(counts), strict=True):
+        if not len(x):
+            into.zero_()
+        elif into.is_contiguous():
+            torch.mm(x.mT, g, out=into)
+        else:  # written as what it is the transpose of, since out= takes no other strides
+            torch.mm(g.mT, x, out=into.mT)
     return found
 
 

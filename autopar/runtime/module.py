@@ -35,6 +35,7 @@ from autopar.runtime.optim.optimizer import Groups, StateKeeper, expect_state, m
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.pipeline.stage import programs_in
 from autopar.runtime.pipeline.trace import observed, save_together
+from autopar.runtime.spmd.expert_load import ExpertLoad, load_of
 from autopar.runtime.spmd.input_form import InputForm
 from autopar.runtime.spmd.interface import Interface, LeafSpec
 from autopar.runtime.spmd.mesh import as_dtensor, contiguous_strides, groups_of, placements
@@ -236,6 +237,18 @@ class ParallelModule(Fronts):
         else:
             programs = [*programs_in(self.program), ("root", self.program)]
         return "\n\n\n".join(_readable(module.code, name) for name, module in programs) + "\n"
+
+    def load(self) -> ExpertLoad:
+        """How unevenly tokens went to the ranks that share experts, since this was asked last; every rank must call it.
+
+        Its ``imbalance`` is what a cluster states as ``expert_imbalance``, for the next plan.
+
+        Raises:
+            InputError: no step ran, or no ranks share experts.
+        """
+        rows = [*self.state.rows]
+        self.state.rows.clear()
+        return load_of(rows, 0 if self.pipeline is None else self.pipeline.rank)
 
     def timeline(self) -> StepTimeline:
         """What every rank of the pipeline was seen to do in the last step, beside the bubble that was predicted.

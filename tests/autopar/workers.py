@@ -287,6 +287,18 @@ def same_calls(predicted: Mapping[Any, int], made: Mapping[Any, int], own: Mappi
     assert total.item() * stages == moved(predicted) * dist.get_world_size()
 
 
+@exact()
+def sees_the_load(name: str, document: Mapping[str, Any]) -> tuple[int, float, float]:
+    """Calls of experts in two steps, and how uneven they were; each is told once."""
+    _, batch, pmodel, _ = begun(name, document)
+    for _ in range(2):
+        loss_of(pmodel, batch).backward()
+    found = pmodel.load()
+    with pytest.raises(InputError, match="run a step first"):
+        pmodel.load()
+    return found.calls, found.imbalance, found.worst
+
+
 def begun(name: str, document: Mapping[str, Any]) -> tuple[nn.Module, Batch, ParallelModule, Batch]:
     """A model, a batch, the parallel module, which begins with the same values, and these."""
     model, batch = model_of(name), batch_of(name)

@@ -9,11 +9,13 @@ other.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._local_tensor import LocalTensor
 
 from autopar.operators.expert import Expert
 from autopar.operators.experts import by_expert, for_each_rank, put, routed, take, through
@@ -57,10 +59,12 @@ def experts(
             found = torch.ops.autopar.experts.default(x, indices, weights, *matrices, *arguments)
         elif not dispatch_groups:
             form, start = Expert(*arguments), first(len(up) * ranks(whole), whole, x.device)
-            found = for_each_rank(partial(routed, form=form, is_part=True), x, indices, weights, *matrices, start)
+            run = partial(routed, form=form, is_part=True, seen=_seen_by(state, x))
+            found = for_each_rank(run, x, indices, weights, *matrices, start)
         else:
             ways = _Ways(holding_groups, dispatch_groups, len(up), x.device)
-            found = _dispatched(x, indices, weights, matrices, ways, Expert(*arguments))
+            run = partial(_made, form=Expert(*arguments), seen=_seen_by(state, x))
+            found = _dispatched(x, indices, weights, matrices, ways, run)
     return as_partial(found, whole)
 
 
@@ -99,10 +103,20 @@ class _Ways:
         return take(x, slots, indices.shape[-1]), slots, counts
 
 
+def _seen_by(state: RunState, x: Tensor) -> Callable[[int], None] | None:
+    """Who is told how many rows this rank has; nobody where they were counted already, or are of all ranks at once."""
+    return None if state.random.is_replaying or isinstance(x, LocalTensor) else state.rows.append
+
+
 def _dispatched(
-    x: Tensor, indices: Tensor, weights: Tensor, matrices: tuple[Tensor | None, ...], ways: _Ways, form: Expert
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    matrices: tuple[Tensor | None, ...],
+    ways: _Ways,
+    run: Callable[..., Tensor],
 ) -> Tensor:
-    """What the experts of all ranks make of this rank's tokens."""
+    """What the experts of all ranks make of this rank's tokens; ``run``: what one rank does with its rows."""
     rows, slots, counts = for_each_rank(ways.start, x, indices, *ways.here)
     back, sources = [], 1
     sizes = [*(group.size() for group in ways.dispatch), ways.each]
@@ -113,7 +127,7 @@ def _dispatched(
         # Rows are sorted by where they come from, then by where they go next, and are to be the other way round.
         rows, counts, order = for_each_rank(partial(_regrouped, shape=(sources, following, -1)), rows, arrived)
         back.append((group, sent, received, order))
-    rows = for_each_rank(partial(_made, form=form), rows, counts.view(ways.each, -1).sum(1), *matrices)
+    rows = for_each_rank(run, rows, counts.view(ways.each, -1).sum(1), *matrices)
     for group, sent, received, order in reversed(back):
         rows = exchange_rows(for_each_rank(_restored, rows, order), received, sent, group)
     return for_each_rank(_weighted, rows, weights, slots)
@@ -142,7 +156,10 @@ def _made(
     down_bias: Tensor | None,
     *,
     form: Expert,
+    seen: Callable[[int], None] | None,
 ) -> Tensor:
+    if seen is not None:
+        seen(len(rows))
     return through(rows, counts.tolist(), up, down, up_bias, down_bias, form=form).to(rows.dtype)
 
 

@@ -39,6 +39,11 @@ class RandomState:
         self._replay: Iterator[tuple[int, int]] | None = None
         self._coordinates: dict[tuple[GroupsOrMicroBatches, tuple[int, ...]], int] = {}
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether regions are entered once more."""
+        return self._replay is not None
+
     @contextlib.contextmanager
     def region(self, groups: GroupsOrMicroBatches = (), *, draws: bool = True) -> Iterator[None]:
         """Draw as the holder of this rank's slice over ``groups``; ranks that differ elsewhere draw the same.

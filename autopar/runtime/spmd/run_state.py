@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from autopar.runtime.spmd.random_state import RandomState
+
+SEEN = 100_000
+"""Calls of experts that are remembered."""
 
 
 @dataclass
@@ -16,9 +20,11 @@ class RunState:
     Attributes:
         random: the random numbers that it draws from.
         training: whether it trains (dropout draws).
+        rows: of the last calls of experts that ranks share, how many rows this rank had.
         loss_scale: of a gradient scaler, which the backwards of the next micro-batched step assume; ``None``: 1.
     """
 
     random: RandomState
     training: bool = True
     loss_scale: Tensor | None = None
+    rows: deque[int] = field(default_factory=lambda: deque(maxlen=SEEN))

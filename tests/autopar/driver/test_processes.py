@@ -111,6 +111,17 @@ def test_trains_micro_batched(pool: LocalProcesses, model: str, pin: dict[str, A
     assert len(set(losses)) == 1
 
 
+@pytest.mark.parametrize("pin", [{"expert": 4, "recompute": "full"}, {"data": 2, "tensor": 2}], ids=name_of)
+def test_the_load_of_experts_is_seen(pool: LocalProcesses, pin: dict[str, Any]) -> None:
+    """Two of four experts have all tokens. Where a block recomputes, they come again and are not counted again."""
+    pin = (
+        {**pin, "pipeline": 1, "micro_batches": 1, "layers": {"*.experts": {"tensor": "e"}}} if "tensor" in pin else pin
+    )
+    document = workers.plan_exactly("crowded", pin, 4)
+    for calls, imbalance, worst in pool.run(workers.sees_the_load, "crowded", document, ranks=4):
+        assert calls == 2 * 2 and imbalance == worst == pytest.approx(2)
+
+
 def test_each_rank_stores_what_is_pinned(pool: LocalProcesses) -> None:
     document = workers.plan_of("gpt2", {"data": 2, "zero": BY_MODULE}, 2)
     for stored in pool.run(workers.parts_stored, "gpt2", document, ranks=2):
