@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from planner.plan.plan import Plan
     from planner.tables.cached_rows import predict_cache
     from planner.tables.embedding_table import EmbeddingTable
-    from planner.tables.placement import place_tables
+    from planner.tables.place_tables import place_tables
 
 _LAZY = {
     "AutoparError": "planner.base.errors",
@@ -57,7 +57,7 @@ _LAZY = {
     "export_safetensors": "autopar.checkpoint.export",
     "load_checkpoint": "autopar.checkpoint.load",
     "parallelize": "autopar.driver.parallelize",
-    "place_tables": "planner.tables.placement",
+    "place_tables": "planner.tables.place_tables",
     "plan": "autopar.driver.plan",
     "plan_inputs": "autopar.driver.further",
     "predict_cache": "planner.tables.cached_rows",

@@ -35,7 +35,7 @@ from planner.formulation.training import Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import Axis
 from planner.search.branch_and_bound import Searched
-from planner.search.candidate_bounds import PROVED
+from planner.search.candidates import PROVED
 from planner.search.search import search
 from planner.solve.problem import evaluate
 

@@ -9,7 +9,9 @@ import numpy as np
 
 from planner.cost.cluster import ClusterSpec
 from planner.tables.embedding_table import EmbeddingTable
-from planner.tables.placement import largest_first, place, slowest_s
+from planner.tables.largest_first import largest_first
+from planner.tables.place_tables import place
+from planner.tables.placement import slowest_s
 from planner.tables.sharding_options import TableStep, sharding_options
 
 SETS, BATCH = 50, 65536

@@ -18,8 +18,8 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.plan.plan import Plan
-from planner.search.candidate_bounds import Progress
 from planner.search.search import check_axes, check_gap, check_time_limit
+from planner.search.search_context import Progress
 
 PARALLEL = "ParallelModule"
 _WRAPPERS = {

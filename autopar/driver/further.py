@@ -36,7 +36,7 @@ from planner.plan.document.document import WITHOUT_GRAPH
 from planner.plan.further import check_may_have_further, further_plan, planned_inputs, stored_tensors
 from planner.plan.further_stages import Homes, homes
 from planner.plan.plan import Plan
-from planner.search.candidate_bounds import Progress
+from planner.search.search_context import Progress
 
 MANY = 8
 """The number of further programs that is warned of: they are kept, and nothing bounds how many."""

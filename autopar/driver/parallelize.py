@@ -48,8 +48,8 @@ from planner.formulation.training import Training
 from planner.plan.document.document import EVALUATE
 from planner.plan.further_stages import homes
 from planner.plan.plan import Plan
-from planner.search.candidate_bounds import Progress
 from planner.search.search import GAP, TIME_LIMIT_S
+from planner.search.search_context import Progress
 from planner.solve.transfers import TransferSchedule
 
 RANDOM = (

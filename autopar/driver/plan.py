@@ -31,8 +31,8 @@ from planner.formulation.pinned_space import pinned_space
 from planner.formulation.training import Training
 from planner.plan.plan import Plan, Search, describe, refold, reprice, restage, restore
 from planner.search.advice import Request, search_or_advise
-from planner.search.candidate_bounds import Progress
 from planner.search.search import GAP, TIME_LIMIT_S
+from planner.search.search_context import Progress
 from planner.solve.pipeline.schedule import schedule
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.plan.document.document import WITHOUT_GRAPH
 from planner.plan.plan import Plan
 from planner.plan.rebinding.rebind import rebind as carry
-from planner.search.candidate_bounds import Progress
+from planner.search.search_context import Progress
 
 
 @on_one_stack

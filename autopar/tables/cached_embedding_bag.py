@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autopar.graph.embedding_slabs import checked_ids
+from autopar.operators.embedding_slabs import checked_ids
 from autopar.tables.row_optimizers import ROW_OPTIMIZERS, Name
 from planner.base.errors import InputError
 from planner.tables.cached_rows import CachePrediction, predict_cache
@@ -118,12 +118,14 @@ class CachedEmbeddingBag(nn.Module):
         self._row_in = torch.full((capacity,), ABSENT)
         self._is_updated = torch.zeros(capacity, dtype=torch.bool)
         self._is_counted = table.histogram is None
-        self._frequency = torch.zeros(table.rows, dtype=torch.float64)
+        self._heat = torch.arange(table.rows - 1, -1, -1)  # of equally hot rows the first is hotter
+        if not self._is_counted:
+            hottest = torch.from_numpy(table.frequencies()).sort(descending=True, stable=True).indices
+            self._heat[hottest] = self._heat.clone()
+        self._heat_in = torch.full((capacity,), ABSENT)
         self._steps = 0
         self._looked: list[_Looked] = []
         self._fetching: _Fetching | None = None
-        if not self._is_counted:
-            self._frequency += torch.from_numpy(table.frequencies())
         self.reset_parameters()
 
     @torch.no_grad()
@@ -147,9 +149,10 @@ class CachedEmbeddingBag(nn.Module):
         self._looked, self._fetching, self._steps = [], None, steps
         self._slot_of.fill_(ABSENT)
         self._row_in.fill_(ABSENT)
+        self._heat_in.fill_(ABSENT)
         self._is_updated.zero_()
         if not self._is_counted:
-            rows = self._frequency.sort(descending=True, stable=True).indices[: self.capacity]
+            rows = self._heat.topk(self.capacity).indices
             self._put(rows, torch.arange(self.capacity), self._home[rows])
 
     @property
@@ -178,7 +181,7 @@ class CachedEmbeddingBag(nn.Module):
         """``ids[b, pooling]`` -> bags ``[b, features]`` on the cache's device."""
         rows, inverse = self._distinct(ids)
         if self._is_counted:
-            self._frequency[rows] += torch.bincount(inverse.flatten(), minlength=len(rows))
+            self._heat[rows] += torch.bincount(inverse.flatten(), minlength=len(rows)) * self.table.rows
         slots = self._resident(rows).to(self._cache.device)
         values = self._cache[slots, self._columns[0]].requires_grad_(torch.is_grad_enabled())
         if values.requires_grad:
@@ -251,6 +254,7 @@ class CachedEmbeddingBag(nn.Module):
         self.moved.fetched += len(missing)
         held = torch.zeros(self.capacity, dtype=torch.bool)
         held[slots[~is_missing]] = True
+        self._heat_in[slots[~is_missing]] = self._heat[rows[~is_missing]]
         for each in self._looked:
             held[each.slots.cpu()] = True
         room = self.capacity - int(held.sum())
@@ -261,7 +265,8 @@ class CachedEmbeddingBag(nn.Module):
                 f"{self.capacity}{waiting}: give it more rows, or take smaller batches"
             )
         fetched = self._fetched(missing)
-        free = self._slots_to_free(held, len(missing))
+        hottest = torch.iinfo(torch.int64).max
+        free = self._heat_in.masked_fill(held, hottest).topk(len(missing), largest=False).indices
         leaving = free[self._row_in[free] != ABSENT]
         self.moved.written_back += int(self._is_updated[leaving].sum())
         self._write(leaving[self._is_updated[leaving]])
@@ -287,20 +292,9 @@ class CachedEmbeddingBag(nn.Module):
         fetched[~found] = self._home[missing[~found]]
         return fetched
 
-    def _slots_to_free(self, held: Tensor, count: int) -> Tensor:
-        """Slots of the rows that are looked up least often, empty ones first, but for those that are held.
-
-        Of rows that are looked up equally often the last one goes.
-        """
-        rows = self._row_in
-        frequency = torch.where(rows == ABSENT, -1.0, self._frequency[rows.clamp_min(0)])
-        candidates = (~held).nonzero().flatten()
-        by_row = candidates[rows[candidates].sort(descending=True, stable=True).indices]
-        return by_row[frequency[by_row].sort(stable=True).indices][:count]
-
     def _put(self, rows: Tensor, slots: Tensor, values: Tensor) -> None:
         self._cache[slots.to(self._cache.device)] = values.to(self._cache.device)
-        self._slot_of[rows], self._row_in[slots] = slots, rows
+        self._slot_of[rows], self._row_in[slots], self._heat_in[slots] = slots, rows, self._heat[rows]
         self._is_updated[slots] = False
 
     def _write(self, slots: Tensor) -> None:

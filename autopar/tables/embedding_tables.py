@@ -1,10 +1,10 @@
 """Embedding tables that are looked up together, so that whole tables may be given to ranks.
 
 A model that looks up in many tables holds them in one :class:`EmbeddingTables`. Where they shall be is found for a
-cluster (:func:`planner.tables.placement.place_tables`), and :meth:`EmbeddingTables.placed` lays them out for it: whole
-tables, and columns of them, lie in slabs, one for each rank or node, and the slab is a dim like another. To shard it is
-to give tables to ranks; its results, sharded by slab, become sharded by sample in an all-to-all. Both are ordinary
-decisions of a plan.
+cluster (:mod:`planner.tables.place_tables`), and :meth:`EmbeddingTables.placed` lays them out for it: whole tables, and
+columns of them, lie in slabs, one for each rank or node, and the slab is a dim like another. To shard it is to give
+tables to ranks; its results, sharded by slab, become sharded by sample in an all-to-all. Both are ordinary decisions of
+a plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from autopar.graph.embedding_slabs import checked_ids
+from autopar.operators.embedding_slabs import checked_ids
 from autopar.tables.table_slabs import TablePart, TableSlabs
 from planner.base.errors import InputError
 from planner.tables.embedding_table import EmbeddingTable
@@ -78,7 +78,7 @@ class PlacedEmbeddingTables(nn.Module):
         self.tables, self.mode, self.placement = tuple(tables), mode, placement
         self.bags, self.slabs = nn.ModuleDict(), nn.ModuleDict()
         parts: dict[tuple[int, str], list[TablePart]] = {}
-        for table, placed in zip(self.tables, placement.tables, strict=True):
+        for table, first, placed in zip(self.tables, _columns(self.tables), placement.tables, strict=False):
             like, option = weights[table.name], placed.option
             if placed.kind in ("row", "data"):
                 rows = table.rows if placed.kind == "data" else -(-table.rows // placement.ranks) * placement.ranks
@@ -87,7 +87,7 @@ class PlacedEmbeddingTables(nn.Module):
                 continue
             features = table.features // option.parts
             key = len(option.groups), f"{'ranks' if len(option.groups[0]) == 1 else 'nodes'}_{features}"
-            parts.setdefault(key, []).extend(TablePart(table, features, slab) for slab in placed.groups)
+            parts.setdefault(key, []).extend(TablePart(table, first, features, slab) for slab in placed.groups)
         for (count, name), each in parts.items():
             like = weights[each[0].table.name]
             self.slabs[name] = TableSlabs(each, count, multiple=placement.ranks // count, like=like)
@@ -127,9 +127,9 @@ class PlacedEmbeddingTables(nn.Module):
         places = dict(zip((table.name for table in self.tables), pairwise(_columns(self.tables)), strict=True))
         bags = {name: bag(ids[:, slice(*places[name])]) for name, bag in self.bags.items()}
         for slabs in self._slabs().values():
-            pooled = slabs(torch.cat([ids[:, slice(*places[table.name])] for table in slabs.tables], 1))
             means = self.mode == "mean"
-            bags |= {t.name: bag / t.pooling if means else bag for t, bag in zip(slabs.tables, pooled, strict=True)}
+            sums = zip(slabs.tables, slabs(ids), strict=True)
+            bags |= {table.name: bag / table.pooling if means else bag for table, bag in sums}
         return tuple(bags[table.name] for table in self.tables)
 
 

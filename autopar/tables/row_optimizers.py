@@ -46,7 +46,7 @@ def _adagrad(weight: Tensor, state: tuple[Tensor, ...], grad: Tensor, step: int,
 def _rowwise_adagrad(
     weight: Tensor, state: tuple[Tensor, ...], grad: Tensor, step: int, options: Mapping[str, Any]
 ) -> None:
-    """One number for each row, the mean of squares (Mudigere et al. 2022, section 5)."""
+    """One number for each row, the mean of squares (Mudigere et al. 2022)."""
     (total,) = state
     total.add_(grad.square().mean(1, keepdim=True))
     weight.addcdiv_(grad, total.sqrt().add_(options["eps"]), value=-options["lr"])

@@ -9,15 +9,22 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from autopar.graph.embedding_slabs import embedding_slabs
+from autopar.operators.embedding_slabs import embedding_slabs
 from planner.tables.embedding_table import EmbeddingTable
 
 
 @dataclass(frozen=True)
 class TablePart:
-    """So many features of a table, and the slab in which they lie."""
+    """Some features of a table.
+
+    Attributes:
+        first: the column of the table's first id among the ids of a sample.
+        features: how many.
+        slab: where they lie.
+    """
 
     table: EmbeddingTable
+    first: int
     features: int
     slab: int
 
@@ -26,10 +33,12 @@ class TableSlabs(nn.Module):
     """Looks up the bags of all parts at once.
 
     Attributes:
-        parts: those of a table one after another. tables: of the parts, each once. weight: ``[slab, rows, features]``;
-        slabs have as many rows as the fullest of them, and one that stands for nothing. columns, tops: for each id of
-        each slab, its column among the ids that :meth:`forward` is given, and the first row
-            of its table, or -1 where a slab has fewer ids than another.
+        parts: those of a table one after another.
+        tables: of the parts, each once.
+        weight: ``[slab, rows, features]``; slabs have as many rows as the fullest of them, and one more, which stands
+            for nothing.
+        columns, tops: for each id of each slab, its column among the ids of a sample, and the first row of its table,
+            or -1 where a slab has fewer ids than another.
         starts: ``[slab, bag]``, where each bag begins among the ids of its slab.
         order: the bags of all slabs in the order of the parts.
     """
@@ -70,7 +79,7 @@ class TableSlabs(nn.Module):
         return [found[number] for number in range(len(self.parts))]
 
     def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
-        """``ids[b, c]``, those of :attr:`tables` side by side -> of each table the bags ``[b, features]``, added up."""
+        """``ids[b, c]``, those of all tables of a model -> of each of :attr:`tables` the bags ``[b, features]``."""
         count, rows, _ = self.weight.shape
         found = torch.where(self.tops < 0, rows - 1, ids.index_select(1, self.columns) + self.tops)
         bags = embedding_slabs(self.weight, found.view(ids.shape[0], count, -1), self.starts)
@@ -78,7 +87,6 @@ class TableSlabs(nn.Module):
         return bags.flatten(1, 2).index_select(1, self.order).flatten(1).split(widths, 1)
 
     def _lists(self) -> dict[str, Tensor]:
-        first = dict(zip(self.tables, accumulate((t.pooling for t in self.tables), initial=0), strict=False))
         pooling = [[self.parts[number].table.pooling for number in numbers] for numbers in self._inside]
         count, ids, bags = len(pooling), max(map(sum, pooling)), max(map(len, pooling))
         columns, tops = torch.zeros(count, ids, dtype=torch.int64), torch.full((count, ids), -1)
@@ -86,11 +94,11 @@ class TableSlabs(nn.Module):
         for slab, numbers in enumerate(self._inside):
             at = 0
             for bag, number in enumerate(numbers):
-                table = self.parts[number].table
-                place = slice(at, at + table.pooling)
-                columns[slab, place] = torch.arange(table.pooling) + first[table]
+                first, size = self.parts[number].first, pooling[slab][bag]
+                place = slice(at, at + size)
+                columns[slab, place] = torch.arange(first, first + size)
                 tops[slab, place] = self._tops[slab][bag]
                 starts[slab, bag], order[number] = at, slab * bags + bag
-                at += table.pooling
+                at += size
             starts[slab, len(numbers) :] = at
         return {"columns": columns.flatten(), "tops": tops.flatten(), "starts": starts, "order": order}

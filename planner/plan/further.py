@@ -30,7 +30,7 @@ from planner.plan.document.document import EVALUATE
 from planner.plan.further_stages import Homes, stage_further
 from planner.plan.plan import Plan, Search, describe, refold, reprice, restore
 from planner.search.block_splitting import finer
-from planner.search.candidate_bounds import Progress
+from planner.search.search_context import Progress
 from planner.search.stored_search import search_stored
 from planner.solve.choices import lower_bounds
 

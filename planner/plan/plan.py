@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from planner.cost.cluster import ClusterSpec
     from planner.plan.report.explain import Explanation
     from planner.plan.report.why_not import WhyNot
-    from planner.search.candidate_bounds import Progress
+    from planner.search.search_context import Progress
     from planner.sizes.closed_form import Formulas
     from planner.sizes.rescale import OtherSizes
 

@@ -20,9 +20,9 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
-from planner.search.candidate_bounds import Progress
 from planner.search.left_out import why_no_pipelines
 from planner.search.search import search
+from planner.search.search_context import Progress
 from planner.sizes.capacity import max_batch
 from planner.sizes.rescale import OtherSizes
 

@@ -19,7 +19,7 @@ from planner.ir.layout import MICRO, Mesh, Shard
 from planner.ops import OPS
 from planner.ops.sharding_rule import AxisStrategy
 from planner.search.branch_and_bound import Searched
-from planner.search.candidate_bounds import SearchContext
+from planner.search.search_context import SearchContext
 
 IDLE = "idle"
 """An axis on which everything that weighs runs whole, on every rank alike."""

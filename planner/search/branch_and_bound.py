@@ -3,7 +3,7 @@ it.
 
 Every configuration of the cluster that the pins allow (:mod:`planner.search.parallel_config`) is a candidate with a
 lower bound on the step time of all its plans, with any amount of recomputation. The candidate of least bound is
-evaluated next, always more closely (:mod:`planner.search.candidate_bounds`), until its plan is found or its bound
+evaluated next, always more closely (:mod:`planner.search.candidates`), until its plan is found or its bound
 reaches the best plan known; then every other bound does too, and nothing better can exist. Where there are many, usual
 shapes and those near the best plan's come first, and the evaluation of a candidate that was begun takes turns with that
 of any: there may not be time for all.
@@ -28,25 +28,25 @@ from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import ParetoFrontier, pareto_frontier
 from planner.formulation.unsharding import PER_STEP
-from planner.search.candidate_bounds import (
+from planner.search.candidates import (
     PROVED,
     Branch,
     Candidate,
     Incumbent,
-    SearchContext,
     begin,
     begin_together,
     better,
     close,
-    doubt_of,
-    evaluate_branch,
     is_near,
     is_reached,
 )
 from planner.search.infeasibility import check_divisible
+from planner.search.micro_batched_candidates import doubt_of, evaluate_micro_batched, raised
 from planner.search.parallel_config import Arithmetic, ParallelConfig, batch_of, seeds
 from planner.search.pipeline_refinement import refined
+from planner.search.search_context import SearchContext
 from planner.search.unfolding import may_differ, refolded, unfolded
+from planner.search.whole_candidates import evaluate_whole
 from planner.solve.problem import Evaluation
 from planner.solve.transfers import TransferSchedule
 
@@ -254,12 +254,13 @@ def _best_first(
         chosen = [each for each in waiting if (each.pipeline is not None) == is_deeper] or waiting
         branch = min(chosen, key=lambda branch: _priority(branch, first, best))
         waiting.remove(branch)
-        branch = context.raised(branch)
+        branch = raised(context, branch)
         is_left_out = is_late and branch.is_expensive and len(closed) + 1 < len(configs)
         if is_left_out or is_near(context, branch, best) or is_reached(branch.bound_s, best):
             closed += [close(each, best) for each in branch.every]
             continue
-        for each in evaluate_branch(context, decision_graph, branch, best):
+        evaluate = evaluate_micro_batched if branch.candidate.config.micro_batched else evaluate_whole
+        for each in evaluate(context, decision_graph, branch, best):
             known, best = best, better(best, each)
             if best is not None and best is not known:
                 context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")

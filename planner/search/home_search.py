@@ -13,7 +13,7 @@ from planner.formulation.constraints.pins import TIERS, Offload, Pins
 from planner.formulation.pipeline_pace import OUT_OF_ORDER
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
-from planner.search.candidate_bounds import SearchContext
+from planner.search.search_context import SearchContext
 
 ON_DEVICE = "plans with all model data on the device, since none was found that fits"
 """What a plan with another home that nobody pinned leaves out."""

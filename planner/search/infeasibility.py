@@ -15,8 +15,9 @@ from planner.formulation.strategies import Choice
 from planner.ir.graph import Graph, Node
 from planner.ops import OPS
 from planner.ops.function import is_unregistered
-from planner.search.candidate_bounds import Branch, SearchContext
+from planner.search.candidates import Branch
 from planner.search.min_memory import MinMemoryPlan, free_s
+from planner.search.search_context import SearchContext
 from planner.solve.problem import Edge
 
 

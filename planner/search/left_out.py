@@ -11,9 +11,9 @@ from planner.base.errors import PinError
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
 from planner.ir.graph import Graph
-from planner.search.candidate_bounds import SearchContext
 from planner.search.infeasibility import what_forbids
 from planner.search.parallel_config import ParallelConfig
+from planner.search.search_context import SearchContext
 
 
 def is_whole(pins: Pins) -> bool:

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from planner.formulation.decisions import DecisionGraph
 from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound, completed
-from planner.search.candidate_bounds import PROVED, Candidate, SearchContext
+from planner.search.candidates import PROVED, Candidate
 from planner.search.infeasibility import check_micro_batches, nothing_fits
 from planner.search.min_memory import MIN_MEMORY_S, begun, bounds_s, fastest_that_fits, is_worth, min_memory_plans
 from planner.search.recipes import by_recipe, freed
+from planner.search.search_context import SearchContext
 from planner.search.unfolding import may_differ, refolded
 from planner.solve.choices import lower_bounds
 from planner.solve.problem import most_bytes

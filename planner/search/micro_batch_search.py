@@ -19,12 +19,12 @@ from planner.ir.graph import Graph
 from planner.search.axis_names import named
 from planner.search.block_splitting import finer
 from planner.search.branch_and_bound import ParallelConfigs, Searched, branch_and_bound, standing
-from planner.search.candidate_bounds import SearchContext
 from planner.search.left_out import is_whole, why_no_micro_batches
 from planner.search.memory_fitting import memory_feasible, using_headroom
 from planner.search.offload_search import search_offload
 from planner.search.parallel_config import ParallelConfig, dividing, micro_batched, stages_wanted, without_micro_batches
 from planner.search.remat_selection import keeping, with_levels_between
+from planner.search.search_context import SearchContext
 
 FIRST = 0.5
 """Part of the time after which proofs give way to a search for a plan that takes the room of the one found."""

@@ -19,8 +19,9 @@ from planner.analysis.pipeline.staged import QUICK, THOROUGH, Staged, stage, wai
 from planner.formulation.assignment import assignment_of
 from planner.formulation.resharding import local_bytes
 from planner.formulation.search_space import Space
-from planner.search.candidate_bounds import Branch, Incumbent, SearchContext
+from planner.search.candidates import Branch, Incumbent
 from planner.search.parallel_config import ParallelConfig
+from planner.search.search_context import SearchContext
 from planner.solve.choices import almost_lightest, lower_bounds, solve
 from planner.solve.problem import Problem, evaluate
 

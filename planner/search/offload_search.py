@@ -16,9 +16,10 @@ from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import OUT_OF_ORDER
 from planner.formulation.remat.levels import pareto_frontier
 from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound
-from planner.search.candidate_bounds import Incumbent, SearchContext
+from planner.search.candidates import Incumbent
 from planner.search.memory_fitting import memory_feasible
 from planner.search.remat_amount import fastest_amount
+from planner.search.search_context import SearchContext
 from planner.solve.problem import evaluate
 
 ROOM = (0.75, 0.5, 0.25, 0.0)

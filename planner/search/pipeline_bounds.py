@@ -93,21 +93,20 @@ class PipelineBounds:
         """What all pipelines take at least if memory and waiting cost nothing, and the choices of that."""
         if self.costs.kept is None:
             return math.inf, ()
-        found_s, choices = self._at_even_pace()
-        if choices and self.costs.exposed_s(choices) < 0.0:  # work covers all that is behind it
-            self._behind = 0.0
-            found_s, choices = self._at_even_pace()
-        return found_s, choices
+        least = self._at_even_pace()
+        if math.isfinite(least.bounds[0]) and self.costs.exposed_s(self._choices_of(least.assignment(0))) < 0.0:
+            self._behind = 0.0  # work covers all that is behind it
+            least = self._at_even_pace()
+        if math.isinf(least.bounds[0]):
+            return math.inf, ()
+        self._free_with = [each[0] for each in least_with_choices(least)]
+        return float(least.bounds[0]), self._choices_of(least.assignment(0))
 
-    def _at_even_pace(self) -> tuple[float, tuple[int, ...]]:
+    def _at_even_pace(self) -> LeastOfEach:
         ranks, micro_batches = self.costs.space.stages, self.costs.space.mesh.micro_batches
         even, nothing = np.full(1, micro_batches / ranks), np.zeros(1)
         work = Prices(even, even, nothing, nothing, nothing, 0.0, 0.0)
-        found, least = self._least_of([(0, 0)], work, work, 1.0 / ranks)
-        if np.isinf(found).all():
-            return math.inf, ()
-        self._free_with = [each[0] for each in least_with_choices(least)]
-        return float(found[0]), self._choices_of(least.assignment(0))
+        return self._least_of([(0, 0)], work, work, 1.0 / ranks)[1]
 
     def _narrow(self, least_s: list[Floats], enough_s: float) -> None:
         """Drop choices with which all plans take ``enough_s`` or more.

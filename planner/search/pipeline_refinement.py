@@ -15,8 +15,9 @@ from planner.analysis.pipeline.staged import THOROUGH, stage
 from planner.formulation.remat.levels import NOTHING, pareto_frontier
 from planner.formulation.search_space import Space
 from planner.formulation.unsharding import PER_MICRO_BATCH, PER_STEP
-from planner.search.candidate_bounds import Incumbent, SearchContext
+from planner.search.candidates import Incumbent
 from planner.search.parallel_config import ParallelConfig
+from planner.search.search_context import SearchContext
 from planner.solve.choices import corners, solve
 from planner.solve.problem import evaluate, most_bytes
 

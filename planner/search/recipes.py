@@ -15,8 +15,9 @@ from planner.base.errors import PinError
 from planner.formulation.constraints.roles import ROLES, WEIGHTS, sharing
 from planner.formulation.strategies import Choice
 from planner.ir.layout import MICRO, Layout, Mesh
-from planner.search.candidate_bounds import Branch, Incumbent, SearchContext
+from planner.search.candidates import Branch, Incumbent
 from planner.search.parallel_config import ParallelConfig
+from planner.search.search_context import SearchContext
 
 
 def by_recipe(context: SearchContext, branches: list[Branch], until: float) -> list[Branch]:

@@ -27,11 +27,11 @@ from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
-from planner.search.candidate_bounds import Progress, SearchContext
 from planner.search.home_search import search_homes
 from planner.search.left_out import check_schedule, why_no_pipelines
 from planner.search.micro_batch_search import search_micro_batches
 from planner.search.offload_search import check_offloads
+from planner.search.search_context import Progress, SearchContext
 
 TIME_LIMIT_S = 20.0
 """Seconds of a search where nobody asks for others."""

@@ -17,10 +17,10 @@ from planner.ir.folding import fold
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
 from planner.search.branch_and_bound import ParallelConfigs, Searched
-from planner.search.candidate_bounds import Progress, SearchContext
 from planner.search.memory_fitting import memory_feasible, using_headroom
 from planner.search.parallel_config import ParallelConfig
 from planner.search.remat_selection import with_levels_between
+from planner.search.search_context import Progress, SearchContext
 
 
 def search_stored(

@@ -15,7 +15,8 @@ from planner.formulation.variables import Variable
 from planner.ir.folding import Block, Folded, relabel
 from planner.ir.graph import Ref
 from planner.ir.layout import Layout
-from planner.search.candidate_bounds import Incumbent, SearchContext
+from planner.search.candidates import Incumbent
+from planner.search.search_context import SearchContext
 from planner.solve.problem import evaluate
 
 UNFOLDED_OPERATORS = 200

@@ -1,7 +1,7 @@
 """The ways to shard one embedding table over the ranks of a cluster, with what each costs a rank in a training step.
 
 A table is held by one rank, by columns or rows over several, or by each of them in full; or by the ranks of one node,
-by rows or by columns. These are the dimensions of Mudigere et al. (2022), section 4.
+by rows or by columns. These are the dimensions of Mudigere et al. (2022).
 
 A look-up streams bytes. Forward reads every distinct row once, since repeated ones are in the cache, and writes the
 bags; backward reads their gradients and adds them to the rows' own, in a dense gradient that is set to 0 first; the

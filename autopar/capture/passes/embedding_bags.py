@@ -16,8 +16,8 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from autopar.capture.constant_propagation import evaluate
-from autopar.graph.embedding_bag import embedding_bag
 from autopar.graph.program import module_path
+from autopar.operators.embedding_bag import embedding_bag
 from planner.base.errors import CaptureError
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 from spmd_types import I, R, V
 from torch import Tensor
 
-from autopar.graph.embedding_bag import MAX, MEAN, SUM, embedding_bag
+from autopar.operators.embedding_bag import MAX, MEAN, SUM, embedding_bag
 from autopar.runtime.layers.collectives import all_reduce
 from autopar.runtime.layers.embedding import check_ids
 from autopar.runtime.spmd.rank_index import (

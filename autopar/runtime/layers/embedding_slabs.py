@@ -8,7 +8,7 @@ import spmd_types as spmd
 import torch
 from torch import Tensor
 
-from autopar.graph.embedding_slabs import embedding_slabs
+from autopar.operators.embedding_slabs import embedding_slabs
 from autopar.runtime.spmd.rank_index import Groups, as_partial, first, ranks
 
 

@@ -50,7 +50,7 @@ class Search:
     ``seconds`` is by step of planning; every candidate is a mesh with its ``status``, ``step_time_s`` (``None``: no
     plan of it was looked for, or none fits), ``bound_s`` (``None``: proven infeasible), ``peak_bytes`` (of that plan,
     or at least), ``gathers`` where that is in ``each`` micro-batch (see :class:`PipelinePlan`), and the ``proof`` of
-    the bound, see :class:`planner.search.candidate_bounds.Candidate`. ``unseen`` further ones were not looked at; they
+    the bound, see :class:`planner.search.candidates.Candidate`. ``unseen`` further ones were not looked at; they
     count in the gap. Meshes of more than ``max_axes`` axes were no candidates. ``time_limit_s`` is what the search
     could have taken after capture; ``None`` if that is not known. ``left_out`` says what was not searched, and why,
     see :mod:`planner.search.left_out`.

@@ -15,9 +15,9 @@ from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
-from planner.search.candidate_bounds import Progress
 from planner.search.parallel_config import Arithmetic, ParallelConfig, micro_batched, without_micro_batches
 from planner.search.search import GAP, search
+from planner.search.search_context import Progress
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from planner.plan.rebinding.carried import CarriedDecisions
 from planner.plan.rebinding.configurations import Configuration, configurations
 from planner.plan.rebinding.fitting import Fitted, Fitting, recomputing, recomputing_text, stages_text
 from planner.plan.rebinding.matching import Blocks, Matching, matched_blocks
-from planner.search.candidate_bounds import Progress
+from planner.search.search_context import Progress
 from planner.solve.problem import evaluate
 
 AT_HOME = ("offload", "update", "activations")

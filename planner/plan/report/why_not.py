@@ -26,7 +26,7 @@ from planner.formulation.decision_names import called, state_of
 from planner.formulation.variables import Variable
 from planner.plan.document.document import WITHOUT_GRAPH, Document
 from planner.search.branch_and_bound import Searched
-from planner.search.candidate_bounds import PROVED
+from planner.search.candidates import PROVED
 from planner.search.conflict import MEMORY, Conflict, Recipe, as_written, conflict_of
 from planner.search.search import check_time_limit
 from planner.solve.problem import evaluate

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.graph.embedding_bag import MAX, embedding_bag
+from autopar.operators.embedding_bag import MAX, embedding_bag
 from tests.autopar.ops.test_rows_embedding_bag import BAGS, FEATURES, MODES, ROWS, SIZE, STARTS, scales
 from tests.autopar.runtime.test_layers import check_layer, randn
 

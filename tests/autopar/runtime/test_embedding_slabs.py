@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.graph.embedding_slabs import checked_ids, embedding_slabs
+from autopar.operators.embedding_slabs import checked_ids, embedding_slabs
 from planner.base.errors import InputError
 from tests.autopar.ops.test_rows_heavy import check_mechanical
 from tests.autopar.runtime.test_layers import check_layer, randn

@@ -16,7 +16,8 @@ from autopar.tables.embedding_tables import EmbeddingTables, PlacedEmbeddingTabl
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
 from planner.tables.embedding_table import EmbeddingTable
-from planner.tables.placement import Placement, place
+from planner.tables.place_tables import place
+from planner.tables.placement import Placement
 from planner.tables.sharding_options import Kind, TableStep, sharding_options
 
 BATCH, DENSE, FEATURES = 16, 4, 8

@@ -15,7 +15,7 @@ from autopar.verification.verify import verify
 from planner.base.errors import InputError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.tables.embedding_table import EmbeddingTable
-from planner.tables.placement import place_tables
+from planner.tables.place_tables import place_tables
 from planner.tables.sharding_options import KINDS, Kind
 from tests.autopar.tables import dlrm
 
@@ -60,11 +60,17 @@ def test_it_trains_as_the_original(pool: LocalProcesses, kinds: tuple[Kind, ...]
     assert len(set(losses)) == 1
 
 
-@pytest.mark.parametrize("kinds", [KINDS, ("column",)], ids=lambda kinds: "+".join(kinds))
-def test_it_is_verified(kinds: tuple[Kind, ...]) -> None:
+@pytest.mark.parametrize("kinds, pin", [
+    (KINDS, {"table": 2, "data": 2}),
+    (("column",), {"table": 4, "micro_batches": 2}),
+    (("table",), {"table": 2, "pipeline": 2, "micro_batches": 2}),
+    (("table-row", "data"), {"data": 4, "zero": 3}),
+    (("table", "column"), {"table": 4, "offload": "host", "recompute": "full"}),
+], ids=lambda value: "+".join(value))  # fmt: skip
+def test_it_is_verified(kinds: tuple[Kind, ...], pin: dict[str, Any]) -> None:
     model = dlrm.placed(dlrm.model(), kinds).float()
     batch = {name: value.float() if value.is_floating_point() else value for name, value in dlrm.batch().items()}
-    found = verify(model, dlrm.nodes_of_two(), example_kwargs=batch, pin={"table": 2, "data": 2})
+    found = verify(model, dlrm.nodes_of_two(), example_kwargs=batch, pin=pin)
     assert found.agreement is not None and found.agreement.agrees()
     assert {*found.agreement.gradients} == {name for name, _ in model.named_parameters()}
 
@@ -111,6 +117,7 @@ def test_terabytes_of_tables_are_planned_for_eight_gpus(tables: list[EmbeddingTa
     bags = samples // 8 * sum(table.features for table in tables) * 4
     large = [c for c, _ in plan.predicted.collectives if c.kind == "all_to_all" and c.bytes_in >= bags]
     assert {call.phase for call in large} == {"forward", "backward"}
+    assert plan.at(batch=2 * samples).step_time_s > plan.predicted.step_time_s
     held = max(placement.bytes)
     assert held * 0.9 < plan.predicted.peak_bytes < held * 1.1 < cluster.device.usable_bytes
 

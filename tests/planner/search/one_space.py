@@ -23,7 +23,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
-from planner.search.candidate_bounds import Candidate
+from planner.search.candidates import Candidate
 from planner.search.search import search
 from tests.planner.plans import Build, whole
 from tests.planner.search.brute_force import BruteForce, Config, Optimum, TooLargeError, best_of

@@ -15,10 +15,11 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import assignment_of
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
-from planner.search.candidate_bounds import Branch, SearchContext
+from planner.search.candidates import Branch
 from planner.search.min_memory import MinMemoryPlan, begun, min_memory_plans
 from planner.search.recipes import by_recipe, freed
 from planner.search.search import search
+from planner.search.search_context import SearchContext
 from planner.solve.problem import evaluate
 from tests.planner.plans import residual_mlp, whole
 

@@ -10,8 +10,11 @@ import pytest
 
 from planner.base.errors import InfeasibleError, InputError
 from planner.cost.cluster import ClusterSpec
+from planner.tables.average_rank import average_rank
 from planner.tables.embedding_table import EmbeddingTable
-from planner.tables.placement import Options, average_rank, exchange, largest_first, place, place_tables, slowest_s
+from planner.tables.largest_first import exchange, largest_first
+from planner.tables.place_tables import place, place_tables
+from planner.tables.placement import Options, slowest_s
 from planner.tables.sharding_options import KINDS, ShardingOption, TableStep, sharding_options
 
 CLUSTER = ClusterSpec.preset("dgx-h100", nodes=2)
@@ -175,6 +178,23 @@ def test_histograms_that_are_none(histogram: list[int], message: str) -> None:
         EmbeddingTable("user", 3, 8, histogram=histogram)
     with pytest.raises(InputError, match="table 'user' has rows 0"):
         EmbeddingTable("user", 0, 8)
+
+
+def test_what_cannot_be_placed_is_named() -> None:
+    tables = random_tables(0, 2)
+    with pytest.raises(InputError, match="two embedding tables are called 't0'"):
+        place_tables([tables[0], tables[0]], CLUSTER, batch=BATCH)
+    with pytest.raises(InputError, match="table 't0' cannot be sharded by table-row on"):
+        place_tables(tables, ClusterSpec.preset("dgx-h100"), batch=BATCH, kinds=("table-row",))
+
+
+def test_of_equally_fast_placements_the_fullest_rank_is_emptiest() -> None:
+    """One table takes longest, by itself; the others are spread by bytes as well as may be."""
+    singles = tuple((rank,) for rank in range(3))
+    sizes = {"slow": (8.0, 1), "a": (1.0, 5), "b": (1.0, 1), "c": (1.0, 5), "d": (1.0, 1)}
+    options = {name: (ShardingOption("table", 1, singles, seconds, size),) for name, (seconds, size) in sizes.items()}
+    found = place(options, 3, 100)
+    assert found.step_s == 8 and max(found.bytes) == 6
 
 
 def test_a_placement_prints() -> None:

@@ -1,0 +1,249 @@
+"""Parallel configurations as candidates of the search, and how closely each was evaluated.
+
+A configuration begins as a :class:`Candidate` of which only arithmetic is known; a :class:`Branch` of it is evaluated
+ever more closely, in one piece (:mod:`planner.search.whole_candidates`) or in micro-batches
+(:mod:`planner.search.micro_batched_candidates`), until it is closed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from planner.analysis.pipeline.staged import Staged
+from planner.formulation.remat.levels import ParetoFrontier, Recompute
+from planner.formulation.search_space import Space
+from planner.ir.layout import Mesh
+from planner.search.parallel_config import ParallelConfig
+from planner.search.pipeline_bounds import PipelineBounds
+from planner.search.search_context import SearchContext
+from planner.solve.pipeline.stages import Pipeline
+from planner.solve.problem import Evaluation
+
+PROVED = 1e-6
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One parallel configuration, and what is known of its plans.
+
+    Attributes:
+        config: the stages of its pipeline and the mesh of each.
+        status: ``optimal`` (its best plan was found), ``feasible`` (a plan was found before the time limit),
+            ``pruned`` (none can beat the best plan), ``infeasible`` (none fits), ``none found`` (none better was
+            found, nor excluded), ``not tried`` (time limit).
+        objective_s: seconds of its best plan found; infinite where none was sought, or none fits.
+        bound_s: no plan of it is faster; infinite: none fits.
+        peak_bytes: of that plan; without one, what every plan of it needs at least.
+        proof: the evaluation that proved the bound: ``arithmetic``, ``work``, ``relaxation`` or ``search``.
+    """
+
+    config: ParallelConfig
+    status: str
+    objective_s: float
+    bound_s: float
+    peak_bytes: int
+    proof: str = "search"
+
+    @property
+    def mesh(self) -> Mesh:
+        """That of one stage."""
+        return self.config.mesh
+
+    def costing(self, found: Evaluation) -> Candidate:
+        """The same with a plan that costs so much as its best."""
+        return replace(self, objective_s=found.time_s, peak_bytes=found.peak_bytes)
+
+    def having(self, found: Evaluation) -> Candidate:
+        """The same with a plan that costs so much found as its best."""
+        is_proved = found.time_s - self.bound_s <= PROVED * found.time_s
+        return replace(self.costing(found), status="optimal" if is_proved else "feasible")
+
+    def facts(self) -> dict[str, Any]:
+        """What a plan says of it: see :class:`planner.plan.document.document.Search`."""
+        return {
+            "mesh": self.config.sizes,
+            **({} if self.config.unsharding.once_per_step else {"gathers": self.config.unsharding.name}),
+            "status": self.status,
+            "step_time_s": self.objective_s,
+            "bound_s": self.bound_s,
+            "peak_bytes": self.peak_bytes,
+            "proof": self.proof,
+        }
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """The best plan known: an assignment of the problem of a space, with what it costs."""
+
+    space: Space
+    choices: tuple[int, ...]
+    recompute: Recompute
+    evaluation: Evaluation
+    staged: Staged | None = None
+
+    @property
+    def config(self) -> ParallelConfig:
+        return ParallelConfig(self.space.stages, self.space.mesh, self.space.training.unsharding)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """How closely a candidate was evaluated, over the steps ``low`` to ``high`` of the Pareto frontier of
+    recomputation.
+
+    A micro-batched one has all of them, and one ``pipeline`` of its configuration; until its work is known also
+    ``others``, the same configuration with more micro-batches.
+
+    ``is_priced`` once its relaxation is proved, ``is_sought`` once a pipeline was cut; ``met`` are choices that solve
+    the relaxation of a pipeline, ``bounds`` what that is of, and ``likely_s`` what it takes with those;
+    ``choices`` and ``step`` are the best plan found there, ``evaluation`` what it costs, and ``staged`` how it runs
+    micro-batched.
+    """
+
+    candidate: Candidate
+    formulated: Space | None
+    pareto_frontier: ParetoFrontier
+    low: int
+    high: int
+    is_priced: bool = False
+    is_sought: bool = False
+    others: tuple[Branch, ...] = ()
+    doubt: float = 1.0
+    growth: float = 1.0
+    pipeline: Pipeline | None = None
+    likely_s: float = 0.0
+    bounds: PipelineBounds | None = None
+    met: tuple[tuple[int, ...], ...] = ()
+    choices: tuple[int, ...] | None = None
+    step: int = 0
+    evaluation: Evaluation | None = None
+    staged: Staged | None = None
+
+    @property
+    def space(self) -> Space:
+        """Its decisions, once it was evaluated."""
+        assert self.formulated is not None
+        return self.formulated
+
+    @property
+    def breakpoints(self) -> list[int]:
+        """Steps inside between which what is held changes evenly."""
+        return [step for step in self.pareto_frontier.breakpoints if self.low < step < self.high]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether it covers several steps between which all costs change evenly."""
+        return self.low < self.high and not self.breakpoints
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether a plan was sought."""
+        return self.is_sought if self.candidate.config.micro_batched else self.is_priced
+
+    @cached_property
+    def every(self) -> tuple[Branch, ...]:
+        """It by itself, and each of the others."""
+        return (replace(self, others=()), *self.others) if self.others else (self,)
+
+    @cached_property
+    def bound_s(self) -> float:
+        """No plan of any of them is faster."""
+        return min(branch.candidate.bound_s for branch in self.every)
+
+    @cached_property
+    def expected_s(self) -> float:
+        """Seconds that its plans may take: its bound, or unless waiting is in it that of a pipeline of even stages."""
+        if self.likely_s and self.formulated is not None:
+            return max(self.candidate.bound_s, self.likely_s)
+        if self.likely_s:
+            return self.likely_s * self.doubt * self.growth
+        p = self.pipeline
+        waits = 0.0 if p is None else (p.ranks - 1) / (p.micro_batches * p.virtual_stages)
+        return self.bound_s * self.doubt * (1 + waits)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was evaluated as closely as can be."""
+        if self.candidate.config.micro_batched:
+            return self.is_sought and self.is_priced
+        return self.low == self.high and self.candidate.proof == "search"
+
+    @property
+    def is_expensive(self) -> bool:
+        """Whether what is left takes long: the problem is not formulated yet, or there are several amounts to
+        evaluate.
+        """
+        amounts = self.high - self.low if self.is_priced and not self.candidate.config.micro_batched else 0
+        return self.formulated is None or amounts > 0
+
+    @property
+    def amounts(self) -> tuple[Recompute, list[Recompute]]:
+        """The least recomputation, and more of it in growing amounts."""
+        least, *more = self.pareto_frontier.between(self.low, self.high)
+        return least, more
+
+
+def begin(config: ParallelConfig, bound_s: float, frontier: ParetoFrontier, doubt: float = 1.0) -> Branch:
+    """A configuration of which only arithmetic is known."""
+    candidate = Candidate(config, "not tried", math.inf, bound_s, 0, "arithmetic")
+    return Branch(candidate, None, frontier, 0, len(frontier.steps) - 1, doubt=doubt)
+
+
+def begin_together(branches: Iterable[Branch]) -> list[Branch]:
+    """The same, with those of one mesh and more micro-batches among the others of the one with the fewest."""
+    found: dict[object, list[Branch]] = {}
+    for branch in branches:
+        config = branch.candidate.config
+        found.setdefault((config.any_micro_batches, config.mesh.micro_batches == 1), []).append(branch)
+    return [together(branches) for branches in found.values()]
+
+
+def together(branches: Iterable[Branch]) -> Branch:
+    """One branch of one mesh, the others of which have more micro-batches."""
+    least, *others = sorted(branches, key=lambda branch: branch.candidate.config.mesh.micro_batches)
+    return replace(least, others=tuple(others))
+
+
+def better(best: Incumbent | None, branch: Branch) -> Incumbent | None:
+    """The best plan known, or a branch's that is faster."""
+    if branch.choices is None or branch.evaluation is None:
+        return best
+    if best is not None and branch.evaluation.time_s >= best.evaluation.time_s * (1 - 1e-9):
+        return best
+    return Incumbent(
+        branch.space, branch.choices, branch.pareto_frontier.steps[branch.step], branch.evaluation, branch.staged
+    )
+
+
+def close(branch: Branch, best: Incumbent | None) -> Branch:
+    """A branch that is evaluated no further."""
+    candidate = branch.candidate
+    if math.isinf(candidate.bound_s):
+        status = "infeasible"
+    elif branch.choices and candidate.objective_s - candidate.bound_s <= PROVED * candidate.objective_s:
+        status = "optimal"
+    elif is_reached(candidate.bound_s, best):
+        status = "pruned"
+    else:
+        status = "feasible" if branch.choices else "none found" if branch.is_priced else "not tried"
+    return replace(branch, candidate=replace(candidate, status=status), bounds=None)
+
+
+def target_s(best: Incumbent) -> float:
+    """Only plans below this are worth seeking: half of what counts as proved, so that reaching it proves."""
+    return best.evaluation.time_s * (1 - PROVED / 2)
+
+
+def is_near(context: SearchContext, branch: Branch, best: Incumbent | None) -> bool:
+    """Whether a branch need not be searched: it is bounded, and no plan of it can be faster by more than the gap."""
+    is_bounded = branch.is_priced or branch.likely_s > 0.0
+    return is_bounded and best is not None and branch.candidate.bound_s >= best.evaluation.time_s * (1 - context.gap)
+
+
+def is_reached(bound_s: float, best: Incumbent | None) -> bool:
+    """Whether a bound leaves nothing that would beat the best plan."""
+    return math.isinf(bound_s) or (best is not None and bound_s >= target_s(best))

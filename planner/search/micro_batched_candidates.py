@@ -1,0 +1,207 @@
+"""Bounds and evaluates a candidate with micro-batches, more closely each time.
+
+It falls into its pipelines, one for each schedule and number of virtual stages. First all of them are bounded by work
+and communication and by whole blocks, with the costs of the fewest micro-batches for all multiples; then each is
+solved with what its stages wait and hold (:mod:`planner.search.pipeline_bounds`) and cut for that, if it is likely to
+be faster than the best plan; its bound is proved where that prunes it, or at the end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+from planner.analysis.pipeline.staged import stage
+from planner.formulation.decisions import DecisionGraph
+from planner.formulation.unsharding import PER_MICRO_BATCH
+from planner.search.candidates import (
+    Branch,
+    Candidate,
+    Incumbent,
+    begin_together,
+    better,
+    close,
+    is_near,
+    is_reached,
+    target_s,
+    together,
+)
+from planner.search.parallel_config import ParallelConfig
+from planner.search.search_context import SearchContext
+from planner.solve.choices import lightest, lower_bound_between
+from planner.solve.pipeline.master import Paths
+
+LIKELY = 0.02
+"""A pipeline that is likely to be faster than the best plan by this part is cut at once."""
+DOUBT = 1.5
+"""So many times longer a step is expected where samples are too few for the ranks; see :func:`doubt_of`."""
+GROWTH = 0.08
+"""A step is expected to grow by this power of the micro-batches beyond those that it is bounded with."""
+SIMILAR = 4
+"""Up to so many times the micro-batches costs are near enough to those of a multiple to solve relaxations with them."""
+
+
+def doubt_of(config: ParallelConfig, batch: int, span: int) -> float:
+    """How many times longer than bounds say a step is expected: some where micro-batches have fewer samples than ranks
+    to share them, unless the last axis is within a node and there are enough for the others.
+    """
+    samples = max(1, batch) // config.mesh.micro_batches
+    ranks, last = config.mesh.size, config.mesh.sizes[-1]
+    return 1.0 if samples >= ranks or (last <= span and samples >= ranks // last) else DOUBT
+
+
+def evaluate_micro_batched(
+    context: SearchContext, decision_graph: DecisionGraph, branch: Branch, best: Incumbent | None
+) -> list[Branch]:
+    """Evaluate a branch once more, all that it covers or its pipelines."""
+    if branch.pipeline is None:
+        return _by_pipeline(context, decision_graph, branch, best)
+    if branch.likely_s and branch.formulated is not None:
+        return [(_proved if branch.is_sought else _cut)(context, branch, best)]
+    if branch.likely_s or branch.bounds is None:
+        branch = _by_itself(context, decision_graph, branch)
+    return [_estimated(context, branch, best)]
+
+
+def raised(context: SearchContext, branch: Branch) -> Branch:
+    """The branch bounded by what plans with fewer micro-batches take where memory and waiting cost nothing."""
+    config = branch.candidate.config
+    if branch.pipeline is None or branch.is_priced:
+        return branch
+    known = context.free_s.get(config.any_micro_batches, {})
+    found = [free_s for fewer, free_s in known.items() if config.mesh.micro_batches % fewer == 0]
+    bound_s = max(branch.candidate.bound_s, *found, 0.0)
+    return replace(branch, candidate=replace(branch.candidate, bound_s=bound_s))
+
+
+def _by_pipeline(
+    context: SearchContext, decision_graph: DecisionGraph, branch: Branch, best: Incumbent | None
+) -> list[Branch]:
+    """Every pipeline of a configuration, bounded by its work and communication, if memory and waiting were free; and of
+    those with a multiple of its micro-batches, if it covers others.
+
+    The same configuration with parameters gathered in each micro-batch, where that may be, communicates as much at
+    least; its memory is another.
+    """
+    reached, waiting = list[Branch](), list[Branch]()
+    for each in branch.every:
+        (reached if is_reached(each.candidate.bound_s, best) else waiting).append(each)
+    fewest = waiting[0].candidate.config
+    multiples = [each for each in waiting if each.candidate.config.mesh.micro_batches % fewest.mesh.micro_batches == 0]
+    multiples = multiples if context.is_even else waiting[:1]
+    rest = [each for each in waiting if each not in multiples]
+    found = [*reached, *([together(rest)] if rest else [])]
+    context.say(f"mesh {fewest}")
+    before = time.monotonic()
+    bounds = context.bounds(decision_graph, fewest)
+    context.took("build", before)
+    again = []
+    for each in multiples:
+        config, micro_batches = each.candidate.config, each.candidate.config.mesh.micro_batches
+        peak_bytes = bounds.costs.least_bytes(fewest.mesh.micro_batches / micro_batches)
+        bound_s = max(bounds.free_s, each.candidate.bound_s) if peak_bytes <= context.limit_bytes else math.inf
+        if not is_reached(bound_s, best):
+            bound_s = max(bound_s, bounds.packed_s(micro_batches))
+        status = "infeasible" if math.isinf(bound_s) else "not tried"
+        candidate = replace(each.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="work")
+        is_similar = micro_batches <= SIMILAR * fewest.mesh.micro_batches
+        growth = (micro_batches / fewest.mesh.micro_batches) ** GROWTH
+        known = bounds if is_similar else None
+        each = replace(each, candidate=candidate, bounds=known, met=bounds.choices, growth=growth)
+        if config == fewest:
+            each = replace(each, formulated=bounds.costs.space)
+        found += [
+            replace(each, pipeline=pipeline)
+            for pipeline in context.pipelines(config, len(decision_graph.folded.instances))
+        ]
+        if config.unsharding.once_per_step and PER_MICRO_BATCH in context.pins.unshardings and config.mesh.size > 1:
+            least_s = max(bounds.free_s, each.candidate.bound_s) if math.isfinite(bounds.free_s) else 0.0
+            candidate = Candidate(
+                replace(config, unsharding=PER_MICRO_BATCH), "not tried", math.inf, least_s, 0, "arithmetic"
+            )
+            again.append(Branch(candidate, None, branch.pareto_frontier, branch.low, branch.high, doubt=each.doubt))
+    return [*found, *begin_together(again)]
+
+
+def _by_itself(context: SearchContext, decision_graph: DecisionGraph, branch: Branch) -> Branch:
+    """A pipeline with the costs of its own configuration."""
+    before, config = time.monotonic(), branch.candidate.config
+    bounds = context.own_bounds.get(config) or context.bounds(decision_graph, config)
+    context.own_bounds[config] = bounds
+    context.took("build", before)
+    bound_s = max(branch.candidate.bound_s, bounds.free_s, bounds.packed_s(config.mesh.micro_batches))
+    candidate = replace(branch.candidate, bound_s=bound_s)
+    return replace(branch, candidate=candidate, formulated=bounds.costs.space, bounds=bounds)
+
+
+def _estimated(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+    """A pipeline with what its stages wait and hold, and cut if that is likely to be faster than the best plan; bounded
+    only where it is likely to be slower.
+    """
+    branch = _at_prices(context, branch, best, is_proof=False)
+    is_likely = best is None or branch.expected_s < best.evaluation.time_s * (1 - LIKELY)
+    return _cut(context, branch, best) if branch.formulated is not None and is_likely else branch
+
+
+def _proved(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+    """A pipeline bounded with what its stages wait and hold, whatever its cut and its recomputation; and cut for what
+    solved that.
+    """
+    branch = replace(_at_prices(context, branch, best, is_proof=True), is_priced=True)
+    return close(branch, best) if is_near(context, branch, best) else _cut(context, branch, best)
+
+
+def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None, is_proof: bool) -> Branch:
+    assert branch.pipeline is not None and branch.bounds is not None
+    before = time.monotonic()
+    paths = context.paths.setdefault(branch.pipeline, Paths(branch.pipeline))
+    enough_s = math.inf if best is None else min(target_s(best), best.evaluation.time_s * (1 - context.gap))
+    found = branch.bounds.of(paths, enough_s, is_proof)
+    context.took("solve", before)
+    bound_s = max(branch.candidate.bound_s, found.time_s)
+    status = "infeasible" if math.isinf(bound_s) else "none found" if branch.is_sought else "not tried"
+    candidate = replace(branch.candidate, status=status, bound_s=bound_s, proof="relaxation")
+    return replace(branch, candidate=candidate, met=found.choices, likely_s=max(found.expected_s, bound_s))
+
+
+def _cut(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+    """A pipeline cut for what solves its relaxation."""
+    before = time.monotonic()
+    for choices in dict.fromkeys((*reversed(branch.met), *_typical(context, branch))):
+        branch = _with_pipeline(context, branch, choices, best)
+        best = better(best, branch)
+    if best is None:  # nothing fits so far
+        space = branch.space.holding(branch.candidate.config.in_flight)
+        light = lightest(space.problem(context.limit_bytes, branch.pareto_frontier.steps[-1]))
+        branch = _with_pipeline(context, branch, light, best)
+        best = better(best, branch)
+    context.took("solve", before)
+    branch = replace(branch, is_sought=True)
+    return close(branch, best) if branch.is_done else branch
+
+
+def _typical(context: SearchContext, branch: Branch) -> tuple[tuple[int, ...], ...]:
+    """What solves the problem of a typical rank, with a price on what all micro-batches in flight hold."""
+    if branch.space not in context.typical:
+        space = branch.space.holding(branch.candidate.config.in_flight)
+        ends = (branch.pareto_frontier.steps[0], branch.pareto_frontier.steps[-1])
+        first, last = (space.problem(context.limit_bytes, end) for end in ends)
+        context.typical[branch.space] = lower_bound_between(first, last).choices
+    return context.typical[branch.space]
+
+
+def _with_pipeline(
+    context: SearchContext, branch: Branch, choices: tuple[int, ...] | None, best: Incumbent | None
+) -> Branch:
+    """The branch with a pipeline of these choices as its plan, if one is found that fits and is faster."""
+    if choices is None:
+        return branch
+    assert branch.pipeline is not None
+    links = context.links(branch.space, choices)
+    below_s = branch.candidate.objective_s if best is None else min(target_s(best), branch.candidate.objective_s)
+    found = stage(links, [branch.pipeline], context.limit_bytes, below_s)
+    if found is None:
+        return branch
+    candidate = replace(branch.candidate.costing(found.evaluation), status="feasible")
+    return replace(branch, candidate=candidate, choices=choices, evaluation=found.evaluation, staged=found)

@@ -1,0 +1,138 @@
+"""What all candidates of a search share: what was asked, how long it may take, and what was found once for several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from planner.analysis.pipeline.chain import Link, links_of
+from planner.base.errors import PinError
+from planner.cost.model import CostModel
+from planner.formulation.assignment import assignment_of
+from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.labels import Labels, label_dims
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.constraints.stored_layouts import StoredLayouts
+from planner.formulation.decisions import DecisionGraph
+from planner.formulation.pipeline_pace import OUT_OF_ORDER
+from planner.formulation.remat.levels import Levels
+from planner.formulation.search_space import Space
+from planner.formulation.stage_costs import StageCosts
+from planner.formulation.training import Training
+from planner.ir.graph import Graph
+from planner.ops.sharding_rule import Rule
+from planner.search.parallel_config import ParallelConfig, pipelines_of, schedules
+from planner.search.pipeline_bounds import PipelineBounds, least_send_s
+from planner.solve.pipeline.master import Paths
+from planner.solve.pipeline.stages import Pipeline
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SearchContext:
+    """What all candidates of a search share.
+
+    ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
+    step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
+    ``formulated`` the last space of each configuration, ``paths`` those of the schedule of each pipeline,
+    ``own_bounds`` those of configurations by themselves, ``free_s`` what plans take if memory and waiting cost nothing,
+    by micro-batches, ``typical`` what solves the problem of a typical rank, and ``chains`` those of choices.
+    """
+
+    cost: CostModel
+    training: Training
+    rules: Mapping[str, Rule]
+    pins: Pins
+    levels: Levels
+    deadline: float
+    progress: Progress | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    spare_bytes: int = 0
+    gap: float = 0.0
+    known: dict[str, Labels] = field(default_factory=dict)
+    formulated: dict[ParallelConfig, Space] = field(default_factory=dict)
+    paths: dict[Pipeline, Paths] = field(default_factory=dict)
+    own_bounds: dict[ParallelConfig, PipelineBounds] = field(default_factory=dict)
+    free_s: dict[object, dict[int, float]] = field(default_factory=dict)
+    typical: dict[Space, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    chains: dict[tuple[Space, tuple[int, ...]], tuple[Link, ...]] = field(default_factory=dict)
+    stored: StoredLayouts | None = None
+
+    @property
+    def limit_bytes(self) -> int:
+        """Memory that a plan may fill by the search's own reckoning, ``spare_bytes`` less than a device has."""
+        return self.cost.cluster.device.usable_bytes - self.spare_bytes
+
+    def labels(self, graph: Graph, label: str) -> Labels:
+        """:func:`planner.formulation.constraints.labels.label_dims`, found once."""
+        if label not in self.known:
+            self.known[label] = label_dims(graph, self.rules, label)
+        return self.known[label]
+
+    def formulate(self, decision_graph: DecisionGraph, config: ParallelConfig) -> Space:
+        """Every decision to take in one configuration."""
+        mesh, graph = config.mesh, decision_graph.graph
+        kept = filters(self.pins, graph, self.rules, mesh, lambda label: self.labels(graph, label))
+        if self.stored is not None:
+            kept = kept[0], self.stored.allow_leaf(mesh)
+        space = Space(
+            decision_graph.folded,
+            mesh,
+            self.cost,
+            replace(self.training, unsharding=config.unsharding),
+            self.rules,
+            *kept,
+            decision_graph,
+            config.pace(self.pins.schedule),
+            like=self.formulated.get(config),
+        )
+        self.formulated[config] = space
+        empty = [variable for variable, options in space.options.items() if not options]
+        if empty:
+            raise PinError(
+                f"the pins leave no way to run {space.describe(empty[0])} on mesh {mesh.sizes}; relax one of them"
+            )
+        return space
+
+    def bounds(self, decision_graph: DecisionGraph, config: ParallelConfig) -> PipelineBounds:
+        """Bounds of the pipelines of one configuration, and of those with a multiple of its micro-batches."""
+        space = self.formulate(decision_graph, config)
+        waits = self.pins.schedule not in OUT_OF_ORDER
+        found = PipelineBounds(StageCosts(space, self.levels), self.limit_bytes, least_send_s(space), waits)
+        if self.is_even:
+            self.free_s.setdefault(config.any_micro_batches, {})[config.mesh.micro_batches] = found.free_s
+        return found
+
+    @property
+    def is_even(self) -> bool:
+        """Whether nothing takes more than ``k`` times as long for ``k`` times as much; what was measured may."""
+        return self.cost.cluster.calibration is None
+
+    def pipelines(self, config: ParallelConfig, blocks: int) -> list[Pipeline]:
+        """Those of so many blocks that the pins leave of one configuration."""
+        names, virtual_stages = schedules(self.pins), self.pins.virtual_stages
+        return pipelines_of(config.stages, config.mesh.micro_batches, blocks, names, virtual_stages)
+
+    def links(self, space: Space, choices: tuple[int, ...]) -> tuple[Link, ...]:
+        """The chain that choices make of the blocks."""
+        key = space, choices
+        if key not in self.chains:
+            self.chains[key] = links_of(assignment_of(space, choices), self.levels, self.pins.schedule)
+        return self.chains[key]
+
+    def say(self, text: str) -> None:
+        """Tell whoever follows the search."""
+        if self.progress is not None:
+            self.progress(text)
+
+    def is_late(self) -> bool:
+        """Whether the time limit has passed."""
+        return time.monotonic() > self.deadline
+
+    def took(self, step: str, since: float) -> float:
+        """Count the seconds since a moment for a step; the moment now."""
+        now = time.monotonic()
+        self.seconds[step] = self.seconds.get(step, 0.0) + now - since
+        return now
