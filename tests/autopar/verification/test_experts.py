@@ -103,7 +103,7 @@ def run(model: Mixture, wanted: str, sizes: tuple[int, ...] = (2,), tokens: int 
 
 
 @pytest.mark.parametrize("gate, bias", [("halves", True), ("pairs", False), ("none", True)])
-@pytest.mark.parametrize("wanted", ["e", "f", "t", "t.dispatch"])
+@pytest.mark.parametrize("wanted", ["e", "f", "t.dispatch"])
 def test_one_axis(wanted: str, gate: str, bias: bool) -> None:
     run(Mixture(gate=gate, bias=bias), wanted)
 
