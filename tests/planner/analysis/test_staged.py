@@ -184,7 +184,7 @@ def test_no_pipeline_beats_its_relaxation(
     ways: tuple[Gathers, ...] = ("once", "each", "once")
     for gathers in ways:
         spec = random_cluster(rng, (2, 4))
-        counts = [micro_batches, *(m for m in (2, 4) if micro_batches % m == 0 and m < micro_batches)]
+        counts = [micro_batches, *([rng.choice((2, micro_batches // 2))] if micro_batches > 2 else [])]
         space, *fewer = (space_of(which, spec, stages, m, names[0], gathers, all=8 // stages) for m in counts)
         levels = named(space.folded, LEVELS if level is None else (level,))
         if level is None:
@@ -204,9 +204,9 @@ def test_no_pipeline_beats_its_relaxation(
                     for each in (space, *fewer):
                         bounds = PipelineBounds(StageCosts(each, levels), limit_bytes, least_send_s(each), waits)
                         assert max(bounds.free_s, bounds.packed_s(micro_batches)) <= found.step_s * (1 + 1e-9)
-                        for enough_s in (math.inf, found.step_s * rng.uniform(1.0, 1.2)):
-                            relaxed = bounds.of(known, enough_s, is_proof=rng.random() < 0.8)
-                            assert bounds.free_s * (1 - 1e-9) <= relaxed.time_s <= found.step_s * (1 + 1e-9)
+                        enough_s = rng.choice((math.inf, found.step_s * rng.uniform(1.0, 1.2)))
+                        relaxed = bounds.of(known, enough_s, is_proof=rng.random() < 0.8)
+                        assert bounds.free_s * (1 - 1e-9) <= relaxed.time_s <= found.step_s * (1 + 1e-9)
                     assert below.peak_bytes <= found.peak_bytes <= limit_bytes
                     assert math.fsum(found.time_s.values()) == pytest.approx(found.step_s)
                     assert sum(peak_micro_batched(assignment, found).by_use().values()) == found.peak_bytes
