@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopar.operators.embedding_bag import MAX, MEAN, SUM, embedding_bag
 from autopar.runtime.layers.collectives import all_reduce
-from autopar.runtime.layers.embedding import check_ids
+from autopar.runtime.layers.ids import check_ids
 from autopar.runtime.spmd.rank_index import (
     Groups,
     as_partial,
