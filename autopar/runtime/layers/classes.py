@@ -71,7 +71,7 @@ def scatter(
     """``aten.scatter`` of one element along a dim of which each rank holds a slice.
 
     Args:
-        op: the operator; this is what both do, the one that takes a tensor and the one that takes a number.
+        op: the operator, the one that takes a tensor or the one that takes a number.
         self: ``S(dim)`` on ``class_groups``.
         index: global, of size 1 along ``dim``, ``R`` on ``class_groups``; ``src`` likewise, if it is a tensor.
         dim: as in the operator.
@@ -85,4 +85,7 @@ def scatter(
     numbers = _numbers(classes, class_groups, index)
     shape = [1] * self.dim()
     shape[dim] = -1
-    return torch.where(numbers.view(shape) == index, src, self)
+    is_written = numbers.view(shape) == index
+    if isinstance(src, Tensor):
+        return torch.where(is_written, src, self)
+    return self.masked_fill(is_written, src)  # as a number of the dtype of self
