@@ -9,7 +9,7 @@ import torch
 from spmd_types import I, R, V
 from torch import Tensor
 
-from autopar.operators.embedding_bag import MAX, MEAN, SUM, embedding_bag
+from autopar.operators.embedding_bag import embedding_bag
 from autopar.runtime.layers.collectives import all_reduce
 from autopar.runtime.layers.ids import check_ids
 from autopar.runtime.spmd.rank_index import (
@@ -19,6 +19,7 @@ from autopar.runtime.spmd.rank_index import (
     first,
     ranks,
 )
+from planner.ops.embedding import MAX, MEAN, SUM
 
 
 def sharded_embedding_bag(
