@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.operators.expert import ACTIVATIONS, SWISH, Expert
+from autopar.operators.expert import ACTIVATIONS, SWISH, Expert, Layout
 from autopar.operators.experts import experts
 
 TABLE = "transformers.integrations.moe"
@@ -71,10 +71,11 @@ def _instead_of(function: Callable[..., Tensor] | None) -> Callable[..., Tensor]
 
 def expert_of(module: Any) -> Expert | None:
     """What experts of Transformers compute, in terms of the operator; ``None`` if it cannot."""
-    if module.has_post_expert_norm or module._is_expert_parallel:
+    if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         return None
-    between = module._apply_gate if module.has_gate else module.act_fn
-    gate = "none" if not module.has_gate else "halves" if module.is_concatenated else "pairs"
+    has_gate = getattr(module, "has_gate", True)
+    between = module._apply_gate if has_gate else module.act_fn
+    gates: tuple[Layout, ...] = ("halves", "pairs") if has_gate else ("none",)
     alphas, limits = (_numbers(module, name) for name in ("alpha", "limit"))
     with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([]):
         probe = 6 * torch.randn(16, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -82,7 +83,9 @@ def expert_of(module: Any) -> Expert | None:
             wanted = between(probe)
         except Exception:  # it takes more than the numbers of a row: parameters without data, other shapes
             return None
-        for found in _candidates(Expert(gate=gate, transposed=module.is_transposed), alphas, limits):  # type: ignore[arg-type]
+        for found in _candidates(
+            [Expert(gate=gate, transposed=module.is_transposed) for gate in gates], alphas, limits
+        ):
             got = found.between(probe)
             if got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-13, atol=1e-13):
                 return found
@@ -95,10 +98,10 @@ def _numbers(module: nn.Module, name: str) -> list[float]:
     return [float(value) for value in found.values() if value]
 
 
-def _candidates(plain: Expert, alphas: Sequence[float], limits: Sequence[float]) -> Iterator[Expert]:
+def _candidates(plain: Sequence[Expert], alphas: Sequence[float], limits: Sequence[float]) -> Iterator[Expert]:
     """What experts may compute, the usual first."""
-    acts = [replace(plain, activation=name) for name in ACTIVATIONS]
-    acts += [replace(plain, activation=SWISH, alpha=alpha) for alpha in (*alphas, 1.702)]
+    acts = [replace(each, activation=name) for each in plain for name in ACTIVATIONS]
+    acts += [replace(each, activation=SWISH, alpha=alpha) for each in plain for alpha in (*alphas, 1.702)]
     for limit in (0.0, *limits):
         for offset in (0.0, 1.0):
             yield from (replace(act, limit=limit, offset=offset) for act in acts)

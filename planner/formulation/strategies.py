@@ -302,10 +302,9 @@ def axis_ways(
         key = id(rule), axis.size, cut
         if key not in known:
             known[key] = _ways(rule, axis.size, (*graph.input_types(node), *node.results), strips)
-        every = known[key]
+        every = [each for each in known[key] if _are_known(each[1], strips)]
         kept = [each for each in every if allow is None or allow(node, position, each[0])]
-        kept = kept or [each for each in every if each[0].kind in ("invariant", "replicate")]
-        found.append([each for each in kept if _are_known(each[1], strips)])
+        found.append(kept or [each for each in every if each[0].kind in ("invariant", "replicate")])
     return found
 
 

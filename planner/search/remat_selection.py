@@ -33,6 +33,7 @@ from planner.ir.layout import Axis
 from planner.ops import OPS
 from planner.ops.aliasing import shares
 from planner.ops.attention import is_causal
+from planner.ops.saved_tensors import is_own, own_bytes, saved_tensors
 
 MOST = 3
 """So many levels a block has between keeping everything and keeping nothing."""
@@ -202,9 +203,20 @@ class _Block:
         held = sum(self._bytes(ref) for ref in origins if self.graph.by_name[ref.node].op != "param")
         for at in range(len(backward.nodes)):
             if at not in found.drawing:
-                held += sum(self._bytes(backward.tensors[at][place]) for place in backward.own_places(at))
+                held += self._own_bytes(at)
         needed = frozenset(at for at, _ in found.sources) | backward.draws
         return _State(needed & kept, math.fsum(self.seconds[at] for at in found.operators), held)
+
+    def _own_bytes(self, at: int) -> int:
+        """What an operator keeps besides operands and results; what is no value of the block counts as it is, else as
+        an operand does.
+        """
+        node = self.backward.nodes[at]
+        types, row = self.graph.input_types(node), OPS.get(node.op)
+        if row is not None and row.anew:
+            kept = (saved for saved in saved_tensors(node, types, False) if is_own(saved))
+            return sum(own_bytes(saved, node, types, (), False) for saved in kept)
+        return sum(self._bytes(self.backward.tensors[at][place]) for place in self.backward.own_places(at))
 
     def _size(self, at: int) -> int:
         return sum(tensor.size_bytes for tensor in self.backward.nodes[at].results)

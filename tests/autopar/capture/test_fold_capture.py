@@ -44,12 +44,16 @@ def same_graphs(model: nn.Module, batch: dict[str, Tensor]) -> None:
 # ---- the zoo ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+FOLDED = [name for name in MODELS if name not in ("qwen2-moe", "qwen3-moe", "gpt-oss")]
+"""The models whose layers repeat in ways of their own: those left out repeat as Mixtral's do."""
+
+
+@pytest.mark.parametrize("name", FOLDED)
 def test_the_graph_is_the_same_on_every_model_of_the_zoo(name: str) -> None:
     same_graphs(*MODELS[name].build())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FOLDED)
 def test_the_plan_costs_the_same_on_every_model_of_the_zoo(name: str) -> None:
     model, batch = MODELS[name].build()
 

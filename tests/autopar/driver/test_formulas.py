@@ -99,6 +99,11 @@ def test_at_another_batch_and_sequence_length(name, pin):
     check(name, pin, **LARGER)
 
 
+@pytest.mark.parametrize("pin", [{"expert": 4}, {"expert": 2, "tensor": 2}], ids=str)
+def test_tokens_that_go_to_experts(pin):
+    check("qwen3-moe", pin, **LARGER)
+
+
 @pytest.mark.parametrize("moved", ["batch", "sequence"])
 @pytest.mark.parametrize("name", ["encoder", "llama"])
 def test_one_size_moves(name, moved):

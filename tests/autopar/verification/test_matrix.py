@@ -36,6 +36,7 @@ CELLS = [
     ("qwen3-moe", "4", "tensor + sequence"),
     ("qwen3-moe", "2x2", "data x expert"),
     ("deepseek-v3", "4", "data, zero 3"),
+    ("deepseek-v3", "2", "context"),  # tokens of several sequences whose strips do not live
     ("deepseek-v3", "2x2", "data x tensor + sequence"),
     ("gpt-oss", "2x2", "data x tensor"),
     ("gpt-oss", "2", "expert"),
