@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SUM, MEAN, MAX = range(3)
-
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define(
     "embedding_bag(Tensor weight, Tensor indices, Tensor? starts, Tensor? per_sample_weights, int mode, "

@@ -11,9 +11,10 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -84,13 +85,13 @@ class CachedEmbeddingBag(nn.Module):
         capacity: int,
         *,
         optimizer: Name = "adagrad",
-        mode: str = "sum",
+        mode: Literal["sum", "mean", "max"] = "sum",
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         path: str | os.PathLike[str] | None = None,
         **options: Any,
     ):
-        """``path``: a file, made or written over, in which the table has its home; ``options``: of the optimizer."""
+        """``path``: a new file, in which the table has its home; ``options``: of the optimizer."""
         super().__init__()
         if optimizer not in ROW_OPTIMIZERS:
             raise InputError(f"there is no optimizer {optimizer!r} of rows; there are: {', '.join(ROW_OPTIMIZERS)}")
@@ -98,10 +99,18 @@ class CachedEmbeddingBag(nn.Module):
         if unknown := options.keys() - self._optimizer.defaults.keys():
             known = ", ".join(self._optimizer.defaults)
             raise InputError(f"{optimizer} has no option {min(unknown)!r}; it has: {known}")
+        if mode not in ("sum", "mean", "max"):
+            raise InputError(f"mode is 'sum', 'mean' or 'max', not {mode!r}")
         if not 0 < capacity <= table.rows:
             raise InputError(
                 f"table {table.name!r} has {table.rows} rows, of which a device holds 1 to {table.rows}, not {capacity}"
             )
+        if path is not None and os.path.exists(path):
+            raise InputError(
+                f"there is a file {os.fspath(path)!r}, which the home of table {table.name!r} would write over: give "
+                "another path, or remove it; what was trained goes on from a state_dict"
+            )
+        _refuse_ranks(table)
         self.table, self.capacity, self.mode = table, capacity, mode
         self.options = {**self._optimizer.defaults, **options}
         self.moved = MovedRows()
@@ -202,6 +211,7 @@ class CachedEmbeddingBag(nn.Module):
     @torch.no_grad()
     def step(self) -> None:
         """Update the rows that were looked up since the last step, and got gradients, by these."""
+        _refuse_ranks(self.table)
         looked = [(each.slots, each.rows.grad) for each in self._looked if each.rows.grad is not None]
         self._looked = []
         if not looked:
@@ -301,3 +311,12 @@ class CachedEmbeddingBag(nn.Module):
         """Rows to their home, which is then up to date with them."""
         self._home[self._row_in[slots]] = self._cache[slots.to(self._cache.device)].cpu()
         self._is_updated[slots] = False
+
+
+def _refuse_ranks(table: EmbeddingTable) -> None:
+    """Each rank would train rows of its own by its part of the batch alone."""
+    if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        raise InputError(
+            f"table {table.name!r} is cached, which works in one process, and this one is one of {ranks}, whose tables "
+            "would come to differ: place it on ranks with EmbeddingTables, or look it up without a process group"
+        )

@@ -12,6 +12,7 @@ from planner.ops.table import Row
 
 Operands = tuple[TensorType, ...]
 SUM, MEAN, MAX = range(3)
+"""How bags are pooled, numbered as torch does."""
 
 
 def embedding(node: Node, operands: Operands) -> Rule:

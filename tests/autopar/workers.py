@@ -36,6 +36,7 @@ from autopar.runtime.layers import (
     sharded_embedding_bag,
     vocab_embedding,
 )
+from autopar.runtime.layers.classes import gather, one_hot, scatter
 from autopar.runtime.layers.random import draw
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pipeline.executor import PipelineStep
@@ -1090,8 +1091,16 @@ def layers_compute_the_whole() -> None:
         _equal(total, bags.detach(), f"{name} of bags")
         _equal(local.grad, whole.grad.chunk(2)[rank], f"gradient of a table under {name}")
     for beyond in (-1, 12):
-        with pytest.raises(InputError, match=rf"id {beyond} is beyond a table of 12 rows \(0 to 11\)"):
-            vocab_embedding(part(weight, 0), torch.tensor([3, beyond]), vocab_groups=group)
+        ids, table = torch.tensor([3, beyond]), part(weight, 0).detach()
+        with pytest.raises(InputError, match=rf"id {beyond} is beyond the 12 rows of a table \(0 to 11\)"):
+            vocab_embedding(table, ids, vocab_groups=group)
+        for write_or_read in (
+            lambda ids, _: one_hot(ids, 12, class_groups=group),
+            lambda ids, table: gather(aten.gather.default, table, 0, ids.view(1, 2), class_groups=group),
+            lambda ids, table: scatter(aten.scatter.value, table.mT, 1, ids.view(2, 1), 1.0, class_groups=group),
+        ):
+            with pytest.raises(InputError, match=rf"id {beyond} is beyond the 12 classes \(0 to 11\)"):
+                write_or_read(ids, table)
 
     q, k, v = _randn(1, 2, 8, 4), _randn(1, 2, 8, 4), _randn(1, 2, 8, 4)
     whole = aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True)

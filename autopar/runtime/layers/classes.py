@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from autopar.runtime.layers.ids import check_ids
 from autopar.runtime.spmd.rank_index import Groups, as_partial, cut, ranks
 
 
@@ -23,6 +24,7 @@ def one_hot(labels: Tensor, num_classes: int = -1, *, class_groups: Groups = ())
     """``aten.one_hot`` of global labels ``[..]``: ``[.., num_classes / ranks]``, ``S`` on ``class_groups``."""
     if not class_groups:
         return torch.ops.aten.one_hot.default(labels, num_classes)
+    check_ids(labels, num_classes, "classes")
     return (labels.unsqueeze(-1) == _numbers(num_classes, class_groups, labels)).to(torch.int64)
 
 
@@ -48,7 +50,9 @@ def gather(
         ``P`` on ``class_groups``.
     """
     here = self.shape[dim]
-    begin = cut(torch.arange(0, here * ranks(class_groups), here, device=index.device), class_groups, like=index)
+    classes = here * ranks(class_groups)
+    check_ids(index, classes, "classes")
+    begin = cut(torch.arange(0, classes, here, device=index.device), class_groups, like=index)
     local = index - begin
     present = (local >= 0) & (local < here)
     found = op(self, dim, local.masked_fill(~present, 0), sparse_grad=sparse_grad)
@@ -67,7 +71,7 @@ def scatter(
     """``aten.scatter`` of one element along a dim of which each rank holds a slice.
 
     Args:
-        op: the operator; this is what both do, the one that takes a tensor and the one that takes a number.
+        op: the operator, the one that takes a tensor or the one that takes a number.
         self: ``S(dim)`` on ``class_groups``.
         index: global, of size 1 along ``dim``, ``R`` on ``class_groups``; ``src`` likewise, if it is a tensor.
         dim: as in the operator.
@@ -76,7 +80,12 @@ def scatter(
     Returns:
         ``S(dim)`` on ``class_groups``.
     """
-    numbers = _numbers(self.shape[dim] * ranks(class_groups), class_groups, index)
+    classes = self.shape[dim] * ranks(class_groups)
+    check_ids(index, classes, "classes")
+    numbers = _numbers(classes, class_groups, index)
     shape = [1] * self.dim()
     shape[dim] = -1
-    return torch.where(numbers.view(shape) == index, src, self)
+    is_written = numbers.view(shape) == index
+    if isinstance(src, Tensor):
+        return torch.where(is_written, src, self)
+    return self.masked_fill(is_written, src)  # as a number of the dtype of self

@@ -9,26 +9,8 @@ import torch
 from spmd_types import P, V
 from torch import Tensor
 
+from autopar.runtime.layers.ids import check_ids
 from autopar.runtime.spmd.rank_index import Groups, first, ranks
-from planner.base.errors import InputError
-
-
-def check_ids(ids: Tensor, rows: int) -> None:
-    """Refuse ids that no rank has a row for, as the whole operator does; on a GPU without waiting for it.
-
-    Raises:
-        InputError: names the id and the rows.
-    """
-    if type(ids) is not Tensor or ids.device.type == "meta":  # simulated ranks, and shapes
-        return
-    beyond = (ids < 0) | (ids >= rows)
-    if ids.device.type != "cpu":
-        torch._assert_async(~beyond.any(), f"an id is beyond a table of {rows} rows")
-    elif beyond.any():
-        raise InputError(
-            f"id {ids[beyond][0].item()} is beyond a table of {rows} rows (0 to {rows - 1}), whose rows are sharded: "
-            "look up what is there"
-        )
 
 
 def vocab_embedding(

@@ -9,9 +9,9 @@ import torch
 from spmd_types import I, R, V
 from torch import Tensor
 
-from autopar.operators.embedding_bag import MAX, MEAN, SUM, embedding_bag
+from autopar.operators.embedding_bag import embedding_bag
 from autopar.runtime.layers.collectives import all_reduce
-from autopar.runtime.layers.embedding import check_ids
+from autopar.runtime.layers.ids import check_ids
 from autopar.runtime.spmd.rank_index import (
     Groups,
     as_partial,
@@ -19,6 +19,7 @@ from autopar.runtime.spmd.rank_index import (
     first,
     ranks,
 )
+from planner.ops.embedding import MAX, MEAN, SUM
 
 
 def sharded_embedding_bag(
@@ -58,7 +59,7 @@ def sharded_embedding_bag(
         row = first(rows, vocab_groups, indices.device)
         if mode == MAX:
             return _VocabBagMaxima.apply(weight, indices, begins, row, padding_idx, vocab_groups)
-        bags = _VocabBagSums.apply(weight, indices, begins, per_sample_weights, row, padding_idx, vocab_groups)
+        bags = VocabBagSums.apply(weight, indices, begins, per_sample_weights, row, padding_idx, vocab_groups)
     else:
         bags = embedding_bag(weight, indices, begins, per_sample_weights, SUM, padding_idx, False)
     if mode == MEAN:
@@ -113,10 +114,11 @@ def _present(indices: Tensor, row: Tensor, rows: int, padding_idx: int) -> tuple
     return local.masked_fill(~present, 0), present
 
 
-class _VocabBagSums(torch.autograd.Function):
+class VocabBagSums(torch.autograd.Function):
     """``weight[v, h], ids, starts[b], scales, row[] -> y[b, h]``: sums of the rows that are here.
 
-    Ids of other ranks are looked up with weight 0. Backward skips them: they become -1.
+    Ids of other ranks, and padding, are put into bags of their own, which are dropped: no weight makes an infinite row
+    nothing. Backward skips them: they become -1.
     """
 
     @staticmethod
@@ -131,16 +133,16 @@ class _VocabBagSums(torch.autograd.Function):
         groups: Groups,
     ) -> Tensor:
         local, present = _present(indices, row, weight.shape[0], padding_idx)
-        used = present.to(weight.dtype) if scales is None else scales.reshape(-1) * present
+        flat = None if scales is None else scales.reshape(-1)
         ctx.shape, ctx.rows = indices.shape, weight.shape[0]
         trains_scales = scales is not None and ctx.needs_input_grad[3]
-        ctx.save_for_backward(
-            local, present, starts, None if scales is None else used, weight if trains_scales else None
-        )
-        whole = starts is None
-        return embedding_bag(
-            weight, local.view(indices.shape) if whole else local, starts, used.view(indices.shape), SUM, -1, False
-        )
+        ctx.save_for_backward(local.masked_fill(~present, -1), starts, flat, weight if trains_scales else None)
+        bags = (indices if starts is None else starts).shape[0]
+        bag = _bag_of_each(indices, starts) + bags * ~present
+        order = bag.argsort(stable=True)
+        begins = torch.searchsorted(bag[order], torch.arange(2 * bags, device=bag.device))
+        ordered = None if flat is None else flat[order]
+        return embedding_bag(weight, local[order], begins, ordered, SUM, -1, False)[:bags].clone()
 
     @staticmethod
     def spmd_typecheck(
@@ -151,15 +153,15 @@ class _VocabBagSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        local, present, starts, used, weight = ctx.saved_tensors
+        local, starts, flat, weight = ctx.saved_tensors
         each = grad[_bag_of_each(local.view(ctx.shape), starts)]
         scales = rows = None
         if weight is not None:
-            scales = (torch.nn.functional.embedding(local, weight) * each).sum(-1).masked_fill(~present, 0)
-            scales = scales.view(ctx.shape)
+            found = torch.nn.functional.embedding(local.clamp_min(0), weight)
+            scales = (found * each).sum(-1).masked_fill(local < 0, 0).view(ctx.shape)
         if ctx.needs_input_grad[0]:
-            found = each if used is None else each * used.unsqueeze(-1)
-            rows = torch.ops.aten.embedding_dense_backward(found, local.masked_fill(~present, -1), ctx.rows, -1, False)
+            each = each if flat is None else each * flat.unsqueeze(-1)
+            rows = torch.ops.aten.embedding_dense_backward(each, local, ctx.rows, -1, False)
         return rows, None, None, scales, None, None, None
 
 

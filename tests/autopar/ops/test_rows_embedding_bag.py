@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.operators.embedding_bag import MAX, MEAN, SUM, embedding_bag
+from autopar.operators.embedding_bag import embedding_bag
 from planner.ir.layout import I, P, R, Shard
+from planner.ops.embedding import MAX, MEAN, SUM
 from planner.ops.sharding_rule import shard_factor
 from tests.autopar.ops.test_rows_heavy import check_mechanical, facts, randn
 

@@ -34,6 +34,9 @@ def test_one_element_of_a_sharded_dim(sizes: Any, factors: list[str]) -> None:
     check_layer(aten.gather.default, (randn(TOKENS, CLASSES), 1, at(TOKENS, 1)), sizes, factors)
     check_layer(aten.scatter.value, (randn(TOKENS, CLASSES), -1, at(TOKENS, 1), 3.0), sizes, factors)
     check_layer(aten.scatter.src, (randn(TOKENS, CLASSES), 1, at(TOKENS, 1), randn(TOKENS, 1)), sizes, factors)
+    is_known, counts = randn(TOKENS, CLASSES) > 0, torch.randint(9, (TOKENS, CLASSES))
+    for kept, number in ((is_known, 1), (~is_known, 0.0), (counts, 2.5), (counts, True)):
+        check_layer(aten.scatter.value, (kept, 1, at(TOKENS, 1), number), sizes, factors)
     if "d0" not in factors:
         check_layer(aten.gather.default, (randn(CLASSES, TOKENS), 0, at(1, 3)), sizes, factors)
 

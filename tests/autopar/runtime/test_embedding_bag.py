@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.operators.embedding_bag import MAX, embedding_bag
+from autopar.operators.embedding_bag import embedding_bag
+from planner.ops.embedding import MAX, MEAN, SUM
 from tests.autopar.ops.test_rows_embedding_bag import BAGS, FEATURES, MODES, ROWS, SIZE, STARTS, scales
 from tests.autopar.runtime.test_layers import check_layer, randn
 
@@ -40,3 +41,15 @@ def test_bags_one_behind_the_other(sizes: Any, factors: str, mode: int, padding:
     ids = torch.randint(0, ROWS, (32,))
     ids[3:10] = 3
     check_layer(embedding_bag, (table(mode), ids, STARTS, scales(ids, mode), mode, padding, False), sizes, factors)
+
+
+@pytest.mark.parametrize("mode", [SUM, MEAN, MAX])
+def test_an_infinite_row_is_in_the_bags_that_look_it_up_alone(mode: int) -> None:
+    """Each of four ranks has one as its first row, which ids of other ranks may not be replaced by."""
+    weight, ids = table(mode), torch.randint(0, ROWS, (BAGS, SIZE))
+    weight[::3] = torch.inf
+    ids += ids % 3 == 0
+    if mode != SUM:  # scales have no finite gradient there
+        ids[1, 2] = 0
+    check_layer(embedding_bag, (weight, ids, None, scales(ids, mode), mode, -1, False), (4,), "v")
+    check_layer(embedding_bag, (weight, ids.flatten(), STARTS, scales(ids.flatten(), mode), mode, -1, False), (4,), "v")

@@ -50,6 +50,15 @@ def test_sharded_rows(sizes: Any, factors: list[str]) -> None:
     check_layer(embedding_slabs, slabs(), sizes, factors)
 
 
+def test_an_infinite_row_is_in_the_bags_that_look_it_up_alone() -> None:
+    """Each of four ranks has one as its first row, which ids of other ranks may not be replaced by."""
+    tables, ids, starts = slabs()
+    tables[:, ::2] = torch.inf
+    ids += ids % 2 == 0
+    ids[2, 1, 3] = 0
+    check_layer(embedding_slabs, (tables, ids, starts), (4,), ["r"])
+
+
 @pytest.mark.parametrize("value", [-1, 3])
 def test_an_id_beyond_its_table_is_named(value: int) -> None:
     ids = torch.zeros(4, 2, dtype=torch.long)

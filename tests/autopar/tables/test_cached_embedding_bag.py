@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
 from autopar.tables.row_optimizers import ROW_OPTIMIZERS
+from autopar.verification.simulator import fake_process_group
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.tables.cached_rows import predict_cache
@@ -77,7 +78,7 @@ def loss_of(bags: Tensor, number: int) -> Tensor:
     return (bags * torch.randn(bags.shape, generator=generator)).sin().sum()
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("prefetches", [False, True], ids=["", "prefetched"])
 @pytest.mark.parametrize("name", ROW_OPTIMIZERS)
 def test_every_bit_is_that_of_a_plain_embedding_bag(name: Any, prefetches: bool, mode: str) -> None:
@@ -229,8 +230,33 @@ def test_what_a_cache_refuses() -> None:
         CachedEmbeddingBag(table(), 40, optimizer="sgd", betas=(0, 0))
     with pytest.raises(InputError, match="of which a device holds 1 to 2000, not 2001"):
         CachedEmbeddingBag(table(), 2001)
+    with pytest.raises(InputError, match="mode is 'sum', 'mean' or 'max', not 'maxx'"):
+        CachedEmbeddingBag(table(), 40, mode="maxx")  # type: ignore[arg-type]
     with pytest.raises(autopar.AutoparError, match="look up outside of the model"):
         autopar.plan(Looking(), ClusterSpec.local(2), example_kwargs={"ids": ids[0]})
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "items"
+    path.write_bytes(b"kept")
+    with pytest.raises(InputError, match=r"there is a file '.*items', .* table 'items' would write over"):
+        CachedEmbeddingBag(table(), CAPACITY, path=path)
+    assert path.read_bytes() == b"kept"
+
+
+def test_it_does_not_train_on_several_ranks() -> None:
+    """Neither where these are there before it, nor where they come later."""
+    ours, (ids,) = CachedEmbeddingBag(table(), CAPACITY), batches(1)
+    refused = pytest.raises(InputError, match=r"table 'items' is cached, .* one process, and this one is one of 2")
+    with fake_process_group(1):
+        loss_of(CachedEmbeddingBag(table(), CAPACITY)(ids), 0).backward()
+    loss_of(ours(ids), 0).backward()
+    with fake_process_group(2):
+        with refused:
+            CachedEmbeddingBag(table(), CAPACITY)
+        with refused:
+            ours.step()
+    ours.step()
 
 
 def test_a_cache_that_holds_all_rows_misses_none() -> None:
