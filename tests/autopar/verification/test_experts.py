@@ -131,6 +131,29 @@ def test_more_choices_than_ranks() -> None:
     run(Mixture(experts=8, k=7), "t.dispatch")
 
 
+@pytest.mark.parametrize("frozen", [
+    ("before",), ("up", "down"), ("up_bias", "down_bias"), ("router",), ("before", "router"),
+    ("before", "up", "down", "up_bias", "down_bias"), ("before", "router", "up", "up_bias", "down_bias"),
+    ("router", "up", "down", "up_bias", "down_bias"),
+], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize("wanted", ["e", "t.dispatch", "t.dispatch t.dispatch", "t.dispatch e"])
+def test_parts_without_gradients(wanted: str, frozen: tuple[str, ...]) -> None:
+    """Gradients go the way back only as far as there is something to train; where ``before`` is frozen tokens have
+    none.
+    """
+    model = Mixture(bias=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.split(".")[0] not in frozen)
+    run(model, wanted, (2,) * len(wanted.split()))
+
+
+@pytest.mark.parametrize("wanted", ["e", "t.dispatch"])
+def test_experts_that_are_the_first_layer(wanted: str) -> None:
+    model = Mixture()
+    model.before = nn.Identity()  # type: ignore[assignment]
+    run(model, wanted)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_volumes(ranks: int) -> None:
     """Elements that a rank sends a layer and step, beside numbers of rows and of experts.
