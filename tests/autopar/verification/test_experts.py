@@ -235,6 +235,15 @@ def test_experts_are_gathered_where_there_are_many_tokens(tokens: int, expected:
     assert strategy == f"data:{expected}"
 
 
+@pytest.mark.parametrize("way", ["t.dispach", "e.dispatch", "e/2", "dispatch", "k", "t.dispatch/3"])
+def test_ways_that_experts_do_not_have(way: str) -> None:
+    """None of them runs on the whole of the experts instead."""
+    known = rf"no strategy '{way}'; .* t \(16\), .*t.dispatch \(16\), .*or pin 'invariant'"
+    with pytest.raises(PinError, match=known) as refused:
+        decided(Mixture(), way, (2,), 16)
+    assert "e (4)" in str(refused.value) and "f (8)" in str(refused.value)
+
+
 @pytest.mark.parametrize("model, message", [
     ("mixtral", "pin 'expert' is 8 but the expert dim has length 4, which it does not divide"),
     ("llama", "pin 'expert' shards experts, and the model has none that are known as such: write them with autopar"),
