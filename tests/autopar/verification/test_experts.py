@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from autopar.verification.typecheck import typecheck
 from autopar.verification.verify import decide_on, simulate
 from planner.analysis.memory import usage
 from planner.analysis.prediction import collectives
-from planner.base.errors import PinError
+from planner.base.errors import InputError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
@@ -125,6 +126,32 @@ def all_to(expert: int) -> Callable[[Tensor], Tensor]:
 def test_ranks_that_receive_nothing(wanted: str, sizes: tuple[int, ...], choose: Callable[[Tensor], Tensor]) -> None:
     """All tokens go to one expert, or to three of eight."""
     run(Mixture(experts=8, k=1, choose=choose), wanted, sizes)
+
+
+class Chosen(nn.Module):
+    """Experts that the batch chooses for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 2 * HIDDEN, WIDTH))
+        self.down = nn.Parameter(torch.randn(4, WIDTH, HIDDEN))
+
+    def forward(self, x: Tensor, indices: Tensor) -> Tensor:
+        return autopar.experts(x, indices, torch.ones_like(indices, dtype=x.dtype), self.up, self.down).square().mean()
+
+
+@pytest.mark.parametrize("wanted", ["invariant", "t", "f", "e", "t.dispatch"])
+@pytest.mark.parametrize("expert", [9, 4, -1])
+def test_an_expert_that_does_not_exist_is_refused_however_they_run(wanted: str, expert: int) -> None:
+    batch = {"x": torch.randn(16, WIDTH), "indices": torch.arange(32).view(16, 2) % 4}
+    ref = reference(Chosen(), None, batch)
+    pins = Pins.parse({"layers": {"": {"all": wanted}}})
+    assignment = decide_on(ref.traced, Mesh.of(all=2), ClusterSpec.local(2), pins)
+    assert simulate(ref, assignment).agrees()
+    wrong = batch["indices"].clone()
+    wrong[5, 1] = expert
+    with pytest.raises(InputError, match=f"goes to expert {expert}; there are 4, numbered from 0"):
+        simulate(replace(ref, kwargs={**ref.kwargs, "indices": wrong}), assignment)
 
 
 def test_more_choices_than_ranks() -> None:
