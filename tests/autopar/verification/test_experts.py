@@ -27,7 +27,8 @@ WIDTH, HIDDEN = 8, 8
 
 
 class Mixture(nn.Module):
-    """A router, experts, a shared expert, and a loss with one that balances experts.
+    """A router, experts, a shared expert, and a loss with one that balances experts over a batch (Fedus et al. 2021),
+    and one that keeps what the router makes small (Zoph et al. 2022).
 
     Args:
         choose: overrules the router: experts of each token from scores ``[t, e]``.
@@ -55,7 +56,8 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.before(x)
-        scores = self.router(x).softmax(-1)
+        logits = self.router(x)
+        scores = logits.softmax(-1)
         weights, indices = scores.topk(self.k)
         if self.choose is not None:
             indices = self.choose(indices)
@@ -70,7 +72,10 @@ class Mixture(nn.Module):
             self.down_bias,
             gate=self.gate,  # type: ignore[arg-type]
         )
-        return F.mse_loss(found + self.shared(x), y) + scores.square().mean()
+        chosen = F.one_hot(indices, scores.shape[-1]).to(scores.dtype).mean((0, 1))
+        balance = scores.shape[-1] * (chosen * scores.mean(0)).sum()
+        z = logits.logsumexp(-1).square().mean()
+        return F.mse_loss(found + self.shared(x), y) + 0.1 * balance + 0.01 * z
 
 
 def decided(
@@ -260,6 +265,12 @@ def test_experts_are_gathered_where_there_are_many_tokens(tokens: int, expected:
     plan = autopar.plan(model, ClusterSpec.preset("dgx-h100", nodes=1), example_kwargs=batch, pin=pin)
     (strategy,) = (way for block in plan.blocks for name, way in block.ops.items() if name.endswith("experts"))
     assert strategy == f"data:{expected}"
+
+
+def test_a_loss_that_balances_over_the_batch_has_no_micro_batches() -> None:
+    batch = {name: torch.randn(16, WIDTH) for name in ("x", "y")}
+    with pytest.raises(PinError, match=r"mixes samples, .*\(a mean over the batch\).* or pin 'micro_batches' 1"):
+        autopar.plan(Mixture(), ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2, "micro_batches": 2})
 
 
 @pytest.mark.parametrize("way", ["t.dispach", "e.dispatch", "e/2", "dispatch", "k", "t.dispatch/3"])
