@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,38 +71,48 @@ def _instead_of(function: Callable[..., Tensor] | None) -> Callable[..., Tensor]
 
 
 def expert_of(module: Any) -> Expert | None:
-    """What experts of Transformers compute, in terms of the operator; ``None`` if it cannot."""
+    """What experts of Transformers compute, in terms of the operator; ``None`` if it cannot, or if two forms of it do
+    on all numbers that are tried.
+    """
     if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         return None
     has_gate = getattr(module, "has_gate", True)
     between = module._apply_gate if has_gate else module.act_fn
     gates: tuple[Layout, ...] = ("halves", "pairs") if has_gate else ("none",)
-    alphas, limits = (_numbers(module, name) for name in ("alpha", "limit"))
+    plain = [Expert(gate=gate, transposed=module.is_transposed) for gate in gates]
+    numbers = {key: float(abs(value)) for key, value in vars(module).items() if type(value) in (int, float) and value}
     with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng([]):
-        probe = 6 * torch.randn(16, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        probe = _probe(sorted(filter(math.isfinite, numbers.values())))
+        # What it may be off by for rounding, which rows of small numbers tell from any other alpha or activation.
+        tolerance = 1e-13 * (1 + probe.abs().amax(-1, keepdim=True)).square()
         try:
             wanted = between(probe)
         except Exception:  # it takes more than the numbers of a row: parameters without data, other shapes
             return None
-        for found in _candidates(
-            [Expert(gate=gate, transposed=module.is_transposed) for gate in gates], alphas, limits
-        ):
-            got = found.between(probe)
-            if got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-13, atol=1e-13):
-                return found
-    return None
+        fitting = [
+            found
+            for found in _candidates(plain, numbers)
+            if (got := found.between(probe)).shape == wanted.shape and bool(((got - wanted).abs() <= tolerance).all())
+        ]
+    return fitting[0] if len(fitting) == 1 else None
 
 
-def _numbers(module: nn.Module, name: str) -> list[float]:
-    """Numbers of a module that may be what it calls alpha, or limit: those whose names end so."""
-    found = {key: value for key, value in vars(module).items() if key.endswith(name) and type(value) in (int, float)}
-    return [float(value) for value in found.values() if value]
+def _probe(numbers: Sequence[float]) -> Tensor:
+    """Rows from 1/4 to a million, and rows with values on both sides of each of ``numbers``: where one is a limit, its
+    clamp shows.
+    """
+    scales = torch.tensor([*(4.0**power for power in range(-1, 11)), *numbers], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    return scales.unsqueeze(-1) * torch.randn(len(scales), 64, dtype=torch.float64, generator=generator)
 
 
-def _candidates(plain: Sequence[Expert], alphas: Sequence[float], limits: Sequence[float]) -> Iterator[Expert]:
-    """What experts may compute, the usual first."""
+def _candidates(plain: Sequence[Expert], numbers: Mapping[str, float]) -> Iterator[Expert]:
+    """What experts may compute, no two alike; a number may be what a module calls alpha, or limit, if its name ends
+    so.
+    """
+    alphas, limits = ({n for key, n in numbers.items() if key.endswith(name)} for name in ("alpha", "limit"))
     acts = [replace(each, activation=name) for each in plain for name in ACTIVATIONS]
-    acts += [replace(each, activation=SWISH, alpha=alpha) for each in plain for alpha in (*alphas, 1.702)]
-    for limit in (0.0, *limits):
-        for offset in (0.0, 1.0):
-            yield from (replace(act, limit=limit, offset=offset) for act in acts)
+    acts += [replace(each, activation=SWISH, alpha=alpha) for each in plain for alpha in (alphas | {1.702}) - {1.0}]
+    for act in acts:
+        for limit in {0.0} | limits:
+            yield from (replace(act, limit=limit, offset=offset) for offset in ((0.0, 1.0) if act.made > 1 else (0.0,)))

@@ -81,7 +81,9 @@ def experts(
                 f"autopar.experts: prototypes is {prototypes}, with {len(up)} experts and {indices.shape[-1]} chosen "
                 "for each token; every token goes to one expert of each of so many groups of equal size"
             )
-        indices = indices + torch.arange(prototypes, device=indices.device) * (len(up) // prototypes)
+        group = len(up) // prototypes
+        numbers = indices + torch.arange(prototypes, device=indices.device) * group
+        indices = torch.where((indices >= 0) & (indices < group), numbers, -1)
     tokens = (t if t.dim() == 2 else t.reshape(-1, t.shape[-1]) for t in (x, indices, weights))
     found = torch.ops.autopar.experts.default(*tokens, up, down, up_bias, down_bias, *dataclasses.astuple(form))
     return found if x.dim() == 2 else found.reshape(x.shape)
@@ -139,25 +141,36 @@ def routed(
     first: Tensor | int = 0,
     *,
     form: Expert,
-    is_part: bool = False,
+    count: int | None = None,
     seen: Callable[[int], None] | None = None,
 ) -> Tensor:
     """The operator on one device, which has the experts from number ``first`` on.
 
     Args:
-        is_part: there are other experts elsewhere, and what goes to them alone is 0 here.
+        count: how many experts there are with those elsewhere; what goes to these alone is 0 here.
         seen: is told how many rows there are.
     """
     k, dtype = indices.shape[-1], x.dtype
-    chosen = indices.reshape(-1) - first
-    slots, counts = by_expert(chosen, len(up))
+    slots, counts = by_expert(known(indices, count or len(up)) - first, len(up))
     if seen is not None:
         seen(len(slots))
-    if not is_part and len(slots) < len(chosen):
-        outside = int(chosen[(chosen < 0) | (chosen >= len(up))][0])
-        raise InputError(f"autopar.experts: a token goes to expert {outside}; there are {len(up)}, numbered from 0")
     rows = through(take(x, slots, k), counts.tolist(), up, down, up_bias, down_bias, form=form)
     return put(rows * weights.reshape(-1).index_select(0, slots).unsqueeze(-1), slots, len(x), k).to(dtype)
+
+
+def known(indices: Tensor, count: int) -> Tensor:
+    """The experts that are chosen, one after the other, of which there are ``count``.
+
+    Raises:
+        InputError: one of them does not exist.
+    """
+    chosen = indices.reshape(-1)
+    outside = chosen[(chosen < 0) | (chosen >= count)]
+    if len(outside):
+        number = int(outside[0])
+        note = ", or, with prototypes, an index is not within its group" if number == -1 else ""
+        raise InputError(f"autopar.experts: a token goes to expert {number}; there are {count}, numbered from 0{note}")
+    return chosen
 
 
 def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:

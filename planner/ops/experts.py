@@ -51,14 +51,16 @@ def experts(node: Node, operands: Operands) -> Rule:
     )
     if "e" not in rule.sizes:
         return rule
-    # How many rows each rank has for each expert; then the rows, there and back; and so their gradients.
+    # How many rows each rank has for each expert; then the rows, there and back; then the gradients of what comes back
+    # and of what went there, where there are any. Weights multiply what has come back.
     counts = Inner("all_to_all", ("e",), COUNT_BYTES)
     each = operands[INDICES].shape[-1] * operands[X].shape[-1]
     rows = Inner("all_to_all", ("t",) if "t" in rule.sizes else (), operands[X].item_bytes, each, shared=("e",))
-    back = replace(rows, phase="backward")
+    back, trained = replace(rows, phase="backward"), [tensor.grad for tensor in operands]
+    gradients = (back,) * (any((trained[X], *trained[UP:])) + trained[X])
     dispatch = Special(
         operands={place: Shard(0) for place in range(UP, len(operands))},
-        inner=(counts, rows, rows, back, back),
+        inner=(counts, rows, rows, *gradients),
         strided=True,
         name=DISPATCH,
     )

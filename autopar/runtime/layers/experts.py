@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor
 
 from autopar.operators.expert import Expert
-from autopar.operators.experts import by_expert, for_each_rank, put, routed, take, through
+from autopar.operators.experts import by_expert, for_each_rank, known, put, routed, take, through
 from autopar.runtime.spmd.rank_index import Groups, as_partial, cut, first, ranks
 from autopar.runtime.spmd.row_exchange import exchange_counts, exchange_rows, splits
 from autopar.runtime.spmd.run_state import RunState
-from planner.base.errors import InputError
 
 
 def experts(
@@ -58,9 +57,9 @@ def experts(
         if x.is_meta or not holding_groups:
             found = torch.ops.autopar.experts.default(x, indices, weights, *matrices, *arguments)
         elif not dispatch_groups:
-            form, start = Expert(*arguments), first(len(up) * ranks(whole), whole, x.device)
-            run = partial(routed, form=form, is_part=True, seen=_seen_by(state, x))
-            found = for_each_rank(run, x, indices, weights, *matrices, start)
+            count = len(up) * ranks(whole)
+            run = partial(routed, form=Expert(*arguments), count=count, seen=_seen_by(state, x))
+            found = for_each_rank(run, x, indices, weights, *matrices, first(count, whole, x.device))
         else:
             ways = _Ways(holding_groups, dispatch_groups, len(up), x.device)
             run = partial(_made, form=Expert(*arguments), seen=_seen_by(state, x))
@@ -86,10 +85,7 @@ class _Ways:
 
     def start(self, x: Tensor, indices: Tensor, *here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A row for each token and expert, sorted by where it goes; which token and place each is of; how many go."""
-        chosen, total = indices.reshape(-1), self.each * ranks(self._holding)
-        outside = chosen[(chosen < 0) | (chosen >= total)]
-        if len(outside):
-            raise InputError(f"autopar.experts: a token goes to expert {int(outside[0])}; there are {total}, from 0 on")
+        chosen = known(indices, self.each * ranks(self._holding))
         block, goes, number = chosen // self.each, torch.ones_like(chosen, dtype=torch.bool), torch.zeros_like(chosen)
         places = iter(here)
         for at, group in enumerate(self._holding):

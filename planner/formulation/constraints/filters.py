@@ -31,7 +31,7 @@ from planner.formulation.strategies import Allow
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.ops import OPS
-from planner.ops.sharding_rule import AxisStrategy, Inner, Rule
+from planner.ops.sharding_rule import AxisStrategy, Inner, Rule, axis_strategies, shard_factor
 
 
 def filters(
@@ -221,21 +221,27 @@ def _check_layers(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mes
                 _check_strategy(glob, rules[node.name], mesh.axes[mesh.names.index(name)], strategy)
 
 
-def _check_strategy(glob: str, rule: Rule, axis: Axis, strategy: object) -> None:
-    factor = str(strategy).partition("/")[0].partition(".")[0]
-    if factor in ("invariant", "replicate", "partial"):
-        return
-    sizes = {name: size for name, size in rule.sizes.items() if name not in rule.whole}
-    if factor not in sizes:
-        known = ", ".join(f"{name} ({size})" for name, size in sizes.items())
+def _check_strategy(glob: str, rule: Rule, axis: Axis, wanted: str) -> None:
+    """Refuse what is none of the ways to run an operator, or does not go into the ranks of an axis."""
+    way, _, text = wanted.partition("/")
+    factor, strips = way.partition(".")[0], int(text) if text.isdecimal() else 0
+    lengths: dict[str, int] = {}
+    for name, length in rule.sizes.items():
+        for special in rule.variants(name) if name not in rule.whole else ():
+            lengths[str(shard_factor(rule, name, 1, special.name))] = length
+            if name == factor and special.strided and strips > 1 and length % strips == 0:
+                lengths[str(shard_factor(rule, name, strips, special.name))] = length // strips
+    whole, where = [str(each) for each in axis_strategies(rule, 1)], f"pin 'layers', {glob!r}, axis {axis.name!r}"
+    if wanted not in (*lengths, *whole):
+        known = ", ".join(f"{label} ({length})" for label, length in lengths.items())
         raise PinError(
-            f"pin 'layers', {glob!r}, axis {axis.name!r}: there is no strategy {strategy!r}; shard one of the factors "
-            f"{known}, or pin 'invariant' or 'replicate'"
+            f"{where}: there is no strategy {wanted!r}; {f'shard one of the factors {known}, or ' if known else ''}"
+            f"pin {' or '.join(map(repr, whole))}"
         )
-    if sizes[factor] % axis.size:
+    if lengths.get(wanted, axis.size) % axis.size:
         raise PinError(
-            f"pin 'layers', {glob!r}, axis {axis.name!r}: {strategy} has size {sizes[factor]}, which {axis.size} ranks "
-            "do not divide: pin another factor, or another size of the axis"
+            f"{where}: {wanted} has size {lengths[wanted]}, which {axis.size} ranks do not divide: pin another factor, "
+            "or another size of the axis"
         )
 
 

@@ -75,6 +75,11 @@ GATES = [
         Expert("swish", alpha=1.7, limit=7.0, offset=1.0),
     ),
     (lambda x: torch.cos(split(x)[0]) * split(x)[1], {}, None),
+    (lambda x: torch.nn.functional.silu(split(x)[0].clamp(max=30)) * split(x)[1], {"limit": 30.0}, None),
+    (lambda x: torch.nn.functional.silu(split(x)[0]) * split(x)[1].clamp(-30, 30), {"limit": 30.0}, None),
+    (lambda x: torch.nn.functional.silu(split(x)[0]) * split(x)[1].clamp(-5e4, 5e4), {}, None),
+    (lambda x: torch.nn.functional.silu(split(x)[0]).clamp(max=7) * split(x)[1].clamp(-7, 7), {"limit": 7.0}, None),
+    (lambda x: torch.nn.functional.silu(split(x)[0]) * split(x)[1], {"limit": 30.0, "alpha": 1.0}, Expert()),
 ]
 
 
@@ -83,6 +88,22 @@ def test_what_lies_between_the_products_is_recognised_by_its_numbers(
     between: Any, numbers: dict[str, float], expected: Expert | None
 ) -> None:
     assert expert_of(module_with(between, **numbers)) == expected
+
+
+@pytest.mark.parametrize("limit", [0.01, 1, 20.0, 25.0, 50.0, 3e3, 1e9])
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "relu", "relu2"])
+def test_a_clamp_is_recognised_wherever_it_is(name: str, limit: float) -> None:
+    """Beside other numbers that the module holds."""
+    clamped = Expert(name, limit=float(limit))
+    assert expert_of(module_with(clamped.between, swiglu_limit=limit, other_limit=2 * limit, hidden=2880)) == clamped
+    plain = Expert(name)
+    assert expert_of(module_with(plain.between, swiglu_limit=limit)) == plain
+
+
+def test_what_two_forms_compute_alike_is_not_guessed() -> None:
+    """A sigmoid is 1 above 40, in any precision."""
+    assert expert_of(module_with(torch.sigmoid, has_gate=False, limit=50.0)) is None
+    assert expert_of(module_with(torch.sigmoid, has_gate=False)) == Expert("sigmoid", "none")
 
 
 def test_experts_without_gates() -> None:

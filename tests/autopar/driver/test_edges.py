@@ -195,7 +195,7 @@ def test_more_positions_than_a_table_has():
         ({"pin": {"tp": 2}}, PinError, "no decision called 'tp'; known: .*; for 'tp' pin 'tensor'"),
         ({"pin": {"DDP": 2}}, PinError, "for 'DDP' pin 'data'"),
         ({"pin": {"fsdp": True}}, PinError, "for 'fsdp' pin 'data' with 'zero': 3"),
-        ({"pin": {"ep": 2}}, PinError, "for 'ep' pin 'tensor', which also shards the weights of experts"),
+        *(({"pin": {name: 2}}, PinError, f"for '{name}' pin 'expert'$") for name in ("ep", "moe", "experts")),
         ({"pin": {"gradient-accumulation-steps": 4}}, PinError, "pin 'micro_batches'"),
         ({"pin": {"tensr": 2}}, PinError, "did you mean 'tensor'"),
         ({"pin": {3: 2}}, PinError, "no decision called 3; known"),

@@ -155,6 +155,17 @@ def test_prototypes_are_groups_with_a_choice_of_their_own() -> None:
     torch.testing.assert_close(found, each[0] + each[1], rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize("index", [3, -1])
+def test_an_index_is_of_the_group_of_its_prototype(index: int) -> None:
+    """The first expert of the next group, or the last of the one before, is not what it means."""
+    x, weights, up, down = (torch.randn(shape) for shape in ((4, WIDTH), (4, 2), (6, 12, WIDTH), (6, WIDTH, 6)))
+    for place in range(2):
+        indices = torch.zeros(4, 2, dtype=torch.int64)
+        indices[2, place] = index
+        with pytest.raises(InputError, match=r"goes to expert -1; there are 6, .* an index is not within its group"):
+            autopar.experts(x, indices, weights, up, down, prototypes=2)
+
+
 @pytest.mark.parametrize("change, message", [
     ({"prototypes": 2}, "prototypes is 2, with 5 experts and 2 chosen"),
     ({"indices": torch.zeros(TOKENS, 6, dtype=torch.int64)}, "they are .* with the same tokens"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from autopar.verification.typecheck import typecheck
 from autopar.verification.verify import decide_on, simulate
 from planner.analysis.memory import usage
 from planner.analysis.prediction import collectives
-from planner.base.errors import PinError
+from planner.base.errors import InputError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
@@ -26,7 +27,8 @@ WIDTH, HIDDEN = 8, 8
 
 
 class Mixture(nn.Module):
-    """A router, experts, a shared expert, and a loss with one that balances experts.
+    """A router, experts, a shared expert, and a loss with one that balances experts over a batch (Fedus et al. 2021),
+    and one that keeps what the router makes small (Zoph et al. 2022).
 
     Args:
         choose: overrules the router: experts of each token from scores ``[t, e]``.
@@ -54,7 +56,8 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.before(x)
-        scores = self.router(x).softmax(-1)
+        logits = self.router(x)
+        scores = logits.softmax(-1)
         weights, indices = scores.topk(self.k)
         if self.choose is not None:
             indices = self.choose(indices)
@@ -69,7 +72,10 @@ class Mixture(nn.Module):
             self.down_bias,
             gate=self.gate,  # type: ignore[arg-type]
         )
-        return F.mse_loss(found + self.shared(x), y) + scores.square().mean()
+        chosen = F.one_hot(indices, scores.shape[-1]).to(scores.dtype).mean((0, 1))
+        balance = scores.shape[-1] * (chosen * scores.mean(0)).sum()
+        z = logits.logsumexp(-1).square().mean()
+        return F.mse_loss(found + self.shared(x), y) + 0.1 * balance + 0.01 * z
 
 
 def decided(
@@ -127,8 +133,57 @@ def test_ranks_that_receive_nothing(wanted: str, sizes: tuple[int, ...], choose:
     run(Mixture(experts=8, k=1, choose=choose), wanted, sizes)
 
 
+class Chosen(nn.Module):
+    """Experts that the batch chooses for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 2 * HIDDEN, WIDTH))
+        self.down = nn.Parameter(torch.randn(4, WIDTH, HIDDEN))
+
+    def forward(self, x: Tensor, indices: Tensor) -> Tensor:
+        return autopar.experts(x, indices, torch.ones_like(indices, dtype=x.dtype), self.up, self.down).square().mean()
+
+
+@pytest.mark.parametrize("wanted", ["invariant", "t", "f", "e", "t.dispatch"])
+@pytest.mark.parametrize("expert", [9, 4, -1])
+def test_an_expert_that_does_not_exist_is_refused_however_they_run(wanted: str, expert: int) -> None:
+    batch = {"x": torch.randn(16, WIDTH), "indices": torch.arange(32).view(16, 2) % 4}
+    ref = reference(Chosen(), None, batch)
+    pins = Pins.parse({"layers": {"": {"all": wanted}}})
+    assignment = decide_on(ref.traced, Mesh.of(all=2), ClusterSpec.local(2), pins)
+    assert simulate(ref, assignment).agrees()
+    wrong = batch["indices"].clone()
+    wrong[5, 1] = expert
+    with pytest.raises(InputError, match=f"goes to expert {expert}; there are 4, numbered from 0"):
+        simulate(replace(ref, kwargs={**ref.kwargs, "indices": wrong}), assignment)
+
+
 def test_more_choices_than_ranks() -> None:
     run(Mixture(experts=8, k=7), "t.dispatch")
+
+
+@pytest.mark.parametrize("frozen", [
+    ("before",), ("up", "down"), ("up_bias", "down_bias"), ("router",), ("before", "router"),
+    ("before", "up", "down", "up_bias", "down_bias"), ("before", "router", "up", "up_bias", "down_bias"),
+    ("router", "up", "down", "up_bias", "down_bias"),
+], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize("wanted", ["e", "t.dispatch", "t.dispatch t.dispatch", "t.dispatch e"])
+def test_parts_without_gradients(wanted: str, frozen: tuple[str, ...]) -> None:
+    """Gradients go the way back only as far as there is something to train; where ``before`` is frozen tokens have
+    none.
+    """
+    model = Mixture(bias=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.split(".")[0] not in frozen)
+    run(model, wanted, (2,) * len(wanted.split()))
+
+
+@pytest.mark.parametrize("wanted", ["e", "t.dispatch"])
+def test_experts_that_are_the_first_layer(wanted: str) -> None:
+    model = Mixture()
+    model.before = nn.Identity()  # type: ignore[assignment]
+    run(model, wanted)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -210,6 +265,21 @@ def test_experts_are_gathered_where_there_are_many_tokens(tokens: int, expected:
     plan = autopar.plan(model, ClusterSpec.preset("dgx-h100", nodes=1), example_kwargs=batch, pin=pin)
     (strategy,) = (way for block in plan.blocks for name, way in block.ops.items() if name.endswith("experts"))
     assert strategy == f"data:{expected}"
+
+
+def test_a_loss_that_balances_over_the_batch_has_no_micro_batches() -> None:
+    batch = {name: torch.randn(16, WIDTH) for name in ("x", "y")}
+    with pytest.raises(PinError, match=r"mixes samples, .*\(a mean over the batch\).* or pin 'micro_batches' 1"):
+        autopar.plan(Mixture(), ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2, "micro_batches": 2})
+
+
+@pytest.mark.parametrize("way", ["t.dispach", "e.dispatch", "e/2", "dispatch", "k", "t.dispatch/3"])
+def test_ways_that_experts_do_not_have(way: str) -> None:
+    """None of them runs on the whole of the experts instead."""
+    known = rf"no strategy '{way}'; .* t \(16\), .*t.dispatch \(16\), .*or pin 'invariant'"
+    with pytest.raises(PinError, match=known) as refused:
+        decided(Mixture(), way, (2,), 16)
+    assert "e (4)" in str(refused.value) and "f (8)" in str(refused.value)
 
 
 @pytest.mark.parametrize("model, message", [
