@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Mapping
 
 from planner.base.errors import PinError
@@ -31,7 +32,7 @@ from planner.formulation.strategies import Allow
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.ops import OPS
-from planner.ops.sharding_rule import AxisStrategy, Inner, Rule, axis_strategies, shard_factor
+from planner.ops.sharding_rule import AxisStrategy, Inner, Rule, Special, axis_strategies, shard_factor
 
 
 def filters(
@@ -226,11 +227,11 @@ def _check_strategy(glob: str, rule: Rule, axis: Axis, wanted: str) -> None:
     way, _, text = wanted.partition("/")
     factor, strips = way.partition(".")[0], int(text) if text.isdecimal() else 0
     lengths: dict[str, int] = {}
-    for name, length in rule.sizes.items():
-        for special in rule.variants(name) if name not in rule.whole else ():
-            lengths[str(shard_factor(rule, name, 1, special.name))] = length
-            if name == factor and special.strided and strips > 1 and length % strips == 0:
-                lengths[str(shard_factor(rule, name, strips, special.name))] = length // strips
+    for name in (name for name in rule.sizes if name not in rule.whole):
+        for special in rule.variants(name):
+            may_cut = name == factor and special.strided and strips > 1 and rule.sizes[name] % strips == 0
+            for outer in (1, strips) if may_cut else (1,):
+                lengths[str(shard_factor(rule, name, outer, special.name))] = _divided(rule, name, outer, special)
     whole, where = [str(each) for each in axis_strategies(rule, 1)], f"pin 'layers', {glob!r}, axis {axis.name!r}"
     if wanted not in (*lengths, *whole):
         known = ", ".join(f"{label} ({length})" for label, length in lengths.items())
@@ -243,6 +244,13 @@ def _check_strategy(glob: str, rule: Rule, axis: Axis, wanted: str) -> None:
             f"{where}: {wanted} has size {lengths[wanted]}, which {axis.size} ranks do not divide: pin another factor, "
             "or another size of the axis"
         )
+
+
+def _divided(rule: Rule, factor: str, strips: int, special: Special) -> int:
+    """What the ranks that shard strips of a factor so must divide: their size, and those of dims sharded with them."""
+    others = ((rule.operands[place], t) for place, t in special.operands.items() if isinstance(t, Shard))
+    sizes = (math.prod(rule.sizes[name] for name in dims[t.dim]) // t.outer for dims, t in others)
+    return math.gcd(rule.sizes[factor] // strips, *sizes)
 
 
 def _check_weights(pins: Pins, mesh: Mesh, rules: Mapping[str, Rule], weighted: Mapping[str, frozenset[str]]) -> None:

@@ -276,10 +276,16 @@ def test_a_loss_that_balances_over_the_batch_has_no_micro_batches() -> None:
 @pytest.mark.parametrize("way", ["t.dispach", "e.dispatch", "e/2", "dispatch", "k", "t.dispatch/3"])
 def test_ways_that_experts_do_not_have(way: str) -> None:
     """None of them runs on the whole of the experts instead."""
-    known = rf"no strategy '{way}'; .* t \(16\), .*t.dispatch \(16\), .*or pin 'invariant'"
+    known = rf"no strategy '{way}'; .* t \(16\), .*t.dispatch \(4\), .*or pin 'invariant'"
     with pytest.raises(PinError, match=known) as refused:
         decided(Mixture(), way, (2,), 16)
     assert "e (4)" in str(refused.value) and "f (8)" in str(refused.value)
+
+
+@pytest.mark.parametrize("way, ranks, size", [("t.dispatch", 8, 4), ("t.dispatch/2", 8, 4), ("t.dispatch/16", 4, 2)])
+def test_dispatch_on_ranks_that_do_not_divide_tokens_or_experts(way: str, ranks: int, size: int) -> None:
+    with pytest.raises(PinError, match=f"{way} has size {size}, which {ranks} ranks do not divide"):
+        decided(Mixture(experts=4), way, (ranks,), 32)
 
 
 @pytest.mark.parametrize("model, message", [
