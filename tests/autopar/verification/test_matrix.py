@@ -35,6 +35,8 @@ CELLS = [
     ("qwen2-moe", "2", "random 1"),
     ("qwen3-moe", "4", "tensor + sequence"),
     ("qwen3-moe", "2x2", "data x expert"),
+    ("deepseek-v3", "2x4", "data x expert"),
+    ("qwen2-moe", "2x4", "expert x tensor"),
     ("deepseek-v3", "4", "data, zero 3"),
     ("deepseek-v3", "2", "context"),  # tokens of several sequences whose strips do not live
     ("deepseek-v3", "2x2", "data x tensor + sequence"),
