@@ -229,7 +229,8 @@ def close(branch: Branch, best: Incumbent | None) -> Branch:
     elif is_reached(candidate.bound_s, best):
         status = "pruned"
     else:
-        status = "feasible" if branch.choices else "none found" if branch.is_priced else "not tried"
+        is_known = branch.is_priced or branch.likely_s > 0.0
+        status = "feasible" if branch.choices else "none found" if is_known else "not tried"
     return replace(branch, candidate=replace(candidate, status=status), bounds=None)
 
 
