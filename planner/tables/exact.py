@@ -92,6 +92,7 @@ class PlacementProgram:
 
     def _solve(self, time_limit_s: float) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
         solver = cp_model.CpSolver()
+        solver.parameters.catch_sigint_signal = False  # it would leave Ctrl-C to kill the process afterwards
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
         solver.parameters.max_deterministic_time = time_limit_s  # counts work: answers do not depend on the machine

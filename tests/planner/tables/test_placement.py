@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -200,3 +203,18 @@ def test_of_equally_fast_placements_the_fullest_rank_is_emptiest() -> None:
 def test_a_placement_prints() -> None:
     text = str(place_tables(random_tables(1, 3), CLUSTER, batch=BATCH, kinds=("table",)))
     assert text.startswith("3 tables on 16 ranks, optimal") and "  t2  table " in text
+
+
+def test_an_interrupt_is_still_one_after_tables_were_placed() -> None:
+    """CP-SAT's own handler would leave behind one that kills the process without a word."""
+    code = (
+        "import signal\n"
+        "from tests.planner.tables.test_placement import BATCH, CLUSTER, place_tables, random_tables\n"
+        "place_tables(random_tables(1, 3), CLUSTER, batch=BATCH)\n"
+        "try:\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    assert done.stdout == "interrupted\n"
