@@ -197,10 +197,13 @@ def steps(name: str, title: str, cases: Sequence[step_time.Case]) -> None:
         for r, each in zip(results, ratios, strict=True)
     ]
     shape, case = results[0].case.shape, results[0].case
+    sizes = f"{shape.layers} layers of width {shape.hidden}, {shape.vocab} tokens of vocabulary"
+    if case.kind == "expert":
+        sizes = f"one layer of width {shape.hidden} without a vocabulary"
     notes = (
-        f"One training step (forward, backward, fused AdamW) on local gloo processes: {shape.layers} layers of width "
-        f"{shape.hidden}, {shape.vocab} tokens of vocabulary, {shape.batch} x {shape.sequence} tokens, float32. "
-        f"Medians of {case.steps} steps, taken alternately in one run; of {STARTS} starts the one of median ratio. "
+        f"One training step (forward, backward, fused AdamW) on local gloo processes: {sizes}, "
+        f"{shape.batch} x {shape.sequence} tokens, float32. Medians of {case.steps} steps, taken "
+        f"alternately in one run; of {STARTS} starts the one of median ratio. "
         "CPU seconds are those of the busiest rank: they say what each side costs where the wall clock also measures "
         "other users of the machine. *Heap*: as the C library comes, or kept between steps."
     )

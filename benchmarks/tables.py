@@ -48,7 +48,7 @@ def random_tables(seed: int) -> list[EmbeddingTable]:
 
 
 def compare() -> list[PlacedSet]:
-    """Every set, on one node of eight GPUs and on two in turns."""
+    """Every set, alternately on one node of eight GPUs and on two."""
     found = []
     for seed in range(SETS):
         cluster = ClusterSpec.preset("dgx-h100", nodes=1 + seed % 2)

@@ -45,7 +45,7 @@ def experts_whole() -> Iterator[None]:
 
 
 def _instead_of(function: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    """What runs experts in place of a function of the table, or of the loop that their class brings (``None``)."""
+    """What runs experts in place of a function of the table, or of the loop that their class has (``None``)."""
 
     def run(module: nn.Module, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         expert = expert_of(module)

@@ -287,7 +287,7 @@ class CachedEmbeddingBag(nn.Module):
     def _fetched(self, missing: Tensor) -> Tensor:
         """Rows as they are at home, as far as they have been fetched from there.
 
-        What is fetched was not on the device, and is at home as it was: only a look-up brings rows to the device, and
+        What is fetched was not on the device, and is at home as it was: only a look-up fetches rows, and
         ends what is on its way.
         """
         fetching, self._fetching = self._fetching, None

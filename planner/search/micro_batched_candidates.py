@@ -17,8 +17,8 @@ from planner.formulation.decisions import DecisionGraph
 from planner.formulation.unsharding import PER_MICRO_BATCH
 from planner.search.candidates import (
     Branch,
-    Candidate,
     Incumbent,
+    begin,
     begin_together,
     better,
     close,
@@ -117,10 +117,8 @@ def _by_pipeline(
         ]
         if config.unsharding.once_per_step and PER_MICRO_BATCH in context.pins.unshardings and config.mesh.size > 1:
             least_s = max(bounds.free_s, each.candidate.bound_s) if math.isfinite(bounds.free_s) else 0.0
-            candidate = Candidate(
-                replace(config, unsharding=PER_MICRO_BATCH), "not tried", math.inf, least_s, 0, "arithmetic"
-            )
-            again.append(Branch(candidate, None, branch.pareto_frontier, branch.low, branch.high, doubt=each.doubt))
+            gathering = replace(config, unsharding=PER_MICRO_BATCH)
+            again.append(begin(gathering, least_s, branch.pareto_frontier, each.doubt))
     return [*found, *begin_together(again)]
 
 
