@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from planner.ir.graph import Node, TensorType
 from planner.ops import OPS
+from planner.ops.attention import RING, QueryShards, scratch_bytes
 from planner.ops.experts import RowsBetween
 from planner.ops.function import kept
 from planner.ops.table import BETWEEN, Saved
@@ -107,7 +108,7 @@ def beside(
     shares: Mapping[str, int] = MappingProxyType({}),
     imbalance: float = 1.0,
 ) -> ScratchBytes:
-    """What experts, and attention that keeps scores, need while they run.
+    """What experts, attention in pieces, and attention that keeps scores need while they run.
 
     Operands of attention are taken to be heads that lie side by side. It scales query and key, copies both and the
     value for products of batches, and holds the scaled query to the end. A softmax is beside the scores, and in
@@ -119,6 +120,9 @@ def beside(
     row = OPS.get(node.op)
     if row is not None and Saved(BETWEEN) in row.saved(node, tuple(types)):
         return ScratchBytes(*RowsBetween(node, types, shares, imbalance).scratch_bytes(sizes))
+    shards = QueryShards(shares.get("query", 1), ring=shares.get(RING, 1))
+    if row is not None and row.kernel == "attention" and shards.is_in_pieces(node):
+        return ScratchBytes(*scratch_bytes(node, types, sizes, shards))
     if row is None or not on_cpu or SCORES not in row.saved(node, tuple(types)):
         return ScratchBytes()
     drops, scores, wide = bool(node["dropout_p"]), _scores_bytes(types, sizes), _wide(types) // types[0].item_bytes

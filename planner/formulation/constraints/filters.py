@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from planner.base.errors import PinError
 from planner.formulation.batch_norm import check_batch_norm, is_by_micro_batch
+from planner.formulation.constraints.context import ways_to_attend
 from planner.formulation.constraints.labels import (
     LABELS,
     Labels,
@@ -69,6 +70,7 @@ def filters(
     _check_layers(pins, graph, rules, mesh)
     pinned = {glob: {node.name for node in _pinned(graph, glob)} for glob in pins.layers}
     check_zero(pins.zero, graph)
+    attend = ways_to_attend(pins.context_kind, graph, rules, mesh)
 
     def labelled(node: Node, strategy: AxisStrategy, labels: Labels) -> bool:
         rule = rules[node.name]
@@ -99,6 +101,8 @@ def filters(
         others = (each for each in roles if each is not None and each.is_alone and each is not role)
         if any(labelled(node, strategy, dims[each.shards]) for each in others):
             return False
+        if role.shards == "context" and node.name in attend:
+            return strategy.way in attend[node.name]
         if role.shards != WEIGHTS:
             for label in role.labels:
                 if has(node, dims[label], ranks_sharing(mesh, label)):
