@@ -19,11 +19,12 @@ from planner.formulation.strategies import Choice
 from planner.formulation.training import Tier, Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
-from planner.ops import OPS, load
+from planner.ops import OPS
 from planner.ops.attention import QueryShards, is_causal, merged_bytes, query_shards
 from planner.ops.memory_traffic import MemoryTraffic
 from planner.ops.saved_tensors import is_own, own_bytes, saved_tensors
 from planner.ops.sharding_rule import Inner, Rule
+from planner.ops.table import Share
 from planner.solve.problem import Floats, Ints
 
 Mask = NDArray[np.bool_]
@@ -174,8 +175,8 @@ class LocalCosts:
         types, on_cpu, sizes = self.graph.input_types(node), self.cost.cluster.on_cpu, self._sizes(node, choice)
         kept = (saved for saved in saved_tensors(node, types, on_cpu) if is_own(saved))
         kept = (saved for saved in kept if saved.kind != "copy")  # operands, which are counted, stand for copies
-        shared_by = choice.shares(self.mesh), self.cost.cluster.expert_imbalance or 1.0
-        return sum(own_bytes(saved, node, types, sizes, on_cpu, *shared_by) for saved in kept)
+        share = self.share(choice)
+        return sum(own_bytes(saved, node, types, sizes, on_cpu, share) for saved in kept)
 
     def storage(self, node: Node, layout: Layout) -> tuple[float, int]:
         """Seconds once a step for one leaf, to update and to move it, and the bytes of it that a device always holds:
@@ -300,7 +301,7 @@ class LocalCosts:
             if call.around:
                 around.setdefault((call.phase, axis.size), []).append(seconds)
             else:
-                inner[call.phase] += seconds * self._expert_load(node, choice)
+                inner[call.phase] += seconds * self._uneven(choice)
         for (phase, ranks), sent_s in around.items():
             beside_s = self.overlap * computed_s[phase == "backward"] / ranks
             first_s, behind_s = sent_s[0], sum(sent_s[ranks - 1 :]) / (ranks - 1)
@@ -309,14 +310,18 @@ class LocalCosts:
         return inner["forward"], inner["backward"]
 
     def load(self, node: Node, choice: Choice) -> float:
-        """What the busiest rank has of an operator's work over the average: of the rows of experts as the cluster
-        states it, of pairs of queries and keys the last rank.
+        """What the busiest rank has of an operator's work over the average: of what is uneven as the cluster states it,
+        of pairs of queries and keys the last rank.
         """
         shards = query_shards(node, zip(choice.axes, self.mesh.sizes, strict=True))
-        return self._expert_load(node, choice) * (shards.busiest if is_causal(node) else 1.0)
+        return self._uneven(choice) * (shards.busiest if is_causal(node) else 1.0)
 
-    def _expert_load(self, node: Node, choice: Choice) -> float:
-        return load(node.op, (strategy.way for strategy in choice.axes), self.cost.cluster.expert_imbalance)
+    def _uneven(self, choice: Choice) -> float:
+        return (self.cost.cluster.expert_imbalance or 1.0) if any(each.way.uneven for each in choice.axes) else 1.0
+
+    def share(self, choice: Choice) -> Share:
+        """How much of an operator the busiest rank has."""
+        return Share(choice.shares(self.mesh), self._uneven(choice))
 
     def inner_calls(self, rule: Rule, choice: Choice, differentiated: bool) -> Iterator[tuple[Axis, Inner, int]]:
         """The collectives of an operator's local form, on which axis, and the bytes that each rank passes to them;

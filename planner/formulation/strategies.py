@@ -42,7 +42,7 @@ class Choice:
         """How many ranks, or micro-batches, share each factor that is sharded, and how many do so in a named way."""
         found: dict[str, int] = {}
         for axis, strategy in zip(mesh.axes, self.axes, strict=True):
-            for name in {strategy.factor, strategy.way} if strategy.factor else ():
+            for name in {strategy.factor, strategy.sharded} if strategy.factor else ():
                 found[name] = found.get(name, 1) * axis.size
         return found
 

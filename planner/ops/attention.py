@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import Shard
-from planner.ops.sharding_rule import MECHANICAL, AxisStrategy, Inner, Rule, Special
+from planner.ops.sharding_rule import MECHANICAL, AxisStrategy, FactorWay, Inner, Rule
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row
 
@@ -53,11 +53,11 @@ def attention(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     )
     if "query" not in rule.sizes:
         return rule
-    ways = *MECHANICAL, *_ring(node, operands, rule)
-    return replace(rule, special={"query": ways}) if node["is_causal"] or len(ways) > 1 else rule
+    ways = MECHANICAL, *_ring(node, operands, rule)
+    return replace(rule, ways={"query": ways}) if node["is_causal"] or len(ways) > 1 else rule
 
 
-def _ring(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> tuple[Special, ...]:
+def _ring(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> tuple[FactorWay, ...]:
     """Queries, keys and values sharded alike: keys and values go around, in backward once more, and their gradients
     with them, summed in float32 at the least.
     """
@@ -68,7 +68,7 @@ def _ring(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> tuple[Spe
     sent = Inner("send", factors, key.item_bytes, key.shape[-1] + value.shape[-1], shared=(RING,), around=True)
     again, wide = replace(sent, phase="backward"), max(sent.item_bytes, 4)
     along = {place: Shard(len(operands[place].shape) - 2) for place in (1, 2)}
-    return (Special(along, inner=(sent, again, replace(again, item_bytes=wide)), name="ring"),)
+    return (FactorWay("ring", along, inner=(sent, again, replace(again, item_bytes=wide))),)
 
 
 def no_ring(node: Node, operands: tuple[TensorType, ...]) -> str:
@@ -161,9 +161,9 @@ def query_shards(node: Node, ways: Iterable[tuple[AxisStrategy, int]]) -> QueryS
         ways: to run it, with the ranks of each axis.
     """
     if node.op not in ROWS:
-        return WHOLE
+        return UNSHARDED
     shared = [(strategy, size) for strategy, size in ways if strategy.factor == "query"]
-    ranks, ring = (math.prod(size for s, size in shared if s.way in which) for which in ((RING, "query"), (RING,)))
+    ranks, ring = (math.prod(size for s, size in shared if s.sharded in which) for which in ((RING, "query"), (RING,)))
     return QueryShards(ranks, max((s.outer for s, _ in shared), default=1), ring)
 
 
@@ -230,9 +230,17 @@ def saves(node: Node, operands: tuple[TensorType, ...]) -> tuple[str, ...]:
 ROWS: dict[str, Row] = {
     **rows(
         "scaled_dot_product_attention",
-        Row(attention, attention_flops, saves=saves, random=True, drops="dropout_p", kernel="attention"),
+        Row(
+            attention,
+            attention_flops,
+            saves=saves,
+            random=True,
+            drops="dropout_p",
+            kernel="attention",
+            labels={"context": "query"},
+        ),
     ),
 }
 
-WHOLE = QueryShards()
+UNSHARDED = QueryShards()
 """Every rank has all queries."""

@@ -92,7 +92,10 @@ def check_layer(
     node = call.node(call.on([x.clone() for x in call.operands]).run())
     rule = OPS[node.op].rule(node, tuple(map(tensor_type, call.operands)))
     ways = [f.partition(".")[::2] for f in factors]
-    strategies = [shard_factor(rule, f, o, way) for (f, way), o in itertools.zip_longest(ways, outers, fillvalue=1)]
+    strategies = [
+        shard_factor(rule, factor, outer, next(way for way in rule.ways_of(factor) if way.name == name))
+        for (factor, name), outer in itertools.zip_longest(ways, outers, fillvalue=1)
+    ]
 
     wanted = [x.is_floating_point() and name not in CONSTANTS for name, x in zip(names, call.operands, strict=True)]
     wholes = [x.clone().requires_grad_(w) for x, w in zip(call.operands, wanted, strict=True)]
@@ -155,7 +158,8 @@ def run_form(call: Call, rule: Rule, strategies: Sequence[AxisStrategy], groups:
         axes = [
             i
             for i, s in enumerate(strategies)
-            if s.way in factors or (factors == (CONTRACTED,) and find(rule.results[0], s.factor, rule.sizes) is None)
+            if s.sharded in factors
+            or (factors == (CONTRACTED,) and find(rule.results[0], s.factor, rule.sizes) is None)
         ]
         keywords[keyword] = tuple(groups[i] for i in axes)
         if keyword in form.strips and axes:
@@ -173,10 +177,10 @@ def checked(local_type: LocalType) -> Any:
 
 def declared(rule: Rule, strategies: Sequence[AxisStrategy], sizes: Sequence[int], phase: str) -> list[tuple[str, int]]:
     """The collectives of the strategies: kind and input bytes."""
-    local, ways = dict(rule.sizes), dict.fromkeys((s.way for s in strategies), 1)
+    local, ways = dict(rule.sizes), dict.fromkeys((s.sharded for s in strategies), 1)
     for strategy, size in zip(strategies, sizes, strict=True):
         local[strategy.factor] //= size
-        ways[strategy.way] *= size
+        ways[strategy.sharded] *= size
     return sorted(
         (inner.kind, inner.count * inner.item_bytes * math.prod(local[f] for f in inner.factors) // shared)
         for strategy, size in zip(strategies, sizes, strict=True)
