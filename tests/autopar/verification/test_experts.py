@@ -255,6 +255,16 @@ def test_a_block_that_recomputes_makes_the_rows_of_its_experts_anew() -> None:
     assert kept[1] < 0.6 * kept[0]
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_grouped_products_of_transformers_are_verified_in_float64(name: str) -> None:
+    """As a configuration has it that says nothing of experts; their product of groups takes no float64."""
+    model, batch = MODELS[name].build()
+    model.config._experts_implementation = "grouped_mm"
+    found = autopar.verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"expert": 2})
+    assert found.verdict == "verified" and found.tolerance is not None and found.tolerance.dtypes == "float64"
+    assert model.config._experts_implementation == "grouped_mm"
+
+
 @pytest.mark.parametrize("tokens, expected", [(20_000, "t.dispatch"), (40_000, "t")])
 def test_experts_are_gathered_where_there_are_many_tokens(tokens: int, expected: str) -> None:
     """Above ``2.25 E f / k`` tokens a rank, 27,648 for a layer of Qwen3-30B-A3B, gathering experts moves less."""
