@@ -317,7 +317,8 @@ class LocalCosts:
         return self._uneven(choice) * (shards.busiest if is_causal(node) else 1.0)
 
     def _uneven(self, choice: Choice) -> float:
-        return (self.cost.cluster.expert_imbalance or 1.0) if any(each.way.uneven for each in choice.axes) else 1.0
+        axes = zip(self.mesh.sizes, choice.axes, strict=True)
+        return self.cost.cluster.imbalance(math.prod(size for size, strategy in axes if strategy.way.uneven))
 
     def share(self, choice: Choice) -> Share:
         """How much of an operator the busiest rank has."""
