@@ -192,8 +192,8 @@ def scratch_bytes(
 ) -> tuple[int, int]:
     """What attention in pieces needs while it runs, forward and backward, besides its tensors and their gradients.
 
-    A result over all pieces and one over the next, and what weighs that; keys and values that it has and that come; in
-    backward their gradients: of its own, of those here, of those on the way and of those that come.
+    Forward a sum over all pieces, which becomes the result, one of the next, and that weighed; keys and values that are
+    here and that come; in backward their gradients: of its own, of those here, and those that come.
 
     Args:
         types: of operands.
@@ -203,8 +203,7 @@ def scratch_bytes(
     wide = max(1, 4 // node.results[0].item_bytes)
     mask = sum(size // each.item_bytes for size, each in zip(sizes[3 : len(types)], types[3:], strict=True))
     held = (2 * (key + value) if goes else 0) + mask * node.results[0].item_bytes // shards.ring
-    forward = held + out * (1 + wide + (wide if wide > 1 else 0))
-    return forward, held + wide * (query + (key + value) * (4 if goes else 1))
+    return held + 2 * wide * out, held + wide * (query + (key + value) * (3 if goes else 1))
 
 
 def shares_heads(node: Node, strategy: AxisStrategy) -> bool:
