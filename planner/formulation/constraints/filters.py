@@ -187,7 +187,7 @@ def _check_recipe(graph: Graph, mesh: Mesh, dims: Mapping[str, Labels]) -> None:
         if all(length % ranks for length in lengths):
             raise PinError(
                 f"{pinned} is {ranks} but the {label.word} has length {min(lengths)}, which it does not divide: "
-                f"{label.remedy}"
+                f"{label.remedy.format(longer=-(-min(lengths) // ranks) * ranks)}"
             )
 
 
