@@ -30,12 +30,12 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from planner.base.errors import PlanError
 
 
-@dataclass(frozen=True, order=True)
-class Shard:
+class Shard(NamedTuple):
     """A slice along ``dim``, of each of the ``outer`` equal strips of that dim."""
 
     dim: int
@@ -47,8 +47,7 @@ class Shard:
     __repr__ = __str__
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A local type without a dim: ``R``, ``I`` or ``P``."""
 
     letter: str
