@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from planner.formulation.choices import Options, laid_at_head, laid_at_tail
 from planner.formulation.decisions import Flow
 from planner.formulation.resharding import ReshardingTable
-from planner.formulation.strategies import Choice
 from planner.formulation.variables import Variable
 from planner.ir.graph import Graph, Ref
-from planner.ir.layout import Layout, Mesh, P
+from planner.ir.layout import Mesh, P
 from planner.solve.problem import Floats, Ints
 
 Pair = tuple[Floats, Floats, Ints]
@@ -49,7 +49,7 @@ class EdgeCosts:
         self,
         graph: Graph,
         mesh: Mesh,
-        options: Mapping[Variable, list[Choice] | list[Layout]],
+        options: Mapping[Variable, Options],
         table: Callable[[Ref], ReshardingTable],
         pairs: dict[object, Pair],
     ):
@@ -69,8 +69,8 @@ class EdgeCosts:
         if flow not in self._enlarging:
             tail, head, ref, positions = flow
             table = self.table(ref)
-            rows = np.array([table.index[layout_at_tail(o, ref.index)] for o in self.options[tail]])
-            columns = [np.array([table.index[layout_at_head(o, p)] for o in self.options[head]]) for p in positions]
+            rows = table.numbers(laid_at_tail(self.options[tail], ref.index))
+            columns = [table.numbers(laid_at_head(self.options[head], position)) for position in positions]
             before = table.held[rows][:, None]
             seconds = np.zeros((len(rows), len(columns[0])))
             smaller, larger = [], []
@@ -97,8 +97,8 @@ class EdgeCosts:
     def _convert(
         self,
         table: ReshardingTable,
-        tails: Sequence[Choice | Layout],
-        heads: Sequence[Choice | Layout],
+        tails: Options,
+        heads: Options,
         index: int,
         positions: tuple[int, ...],
         is_param: bool,
@@ -109,8 +109,8 @@ class EdgeCosts:
         Args:
             waits: where it is a sum over micro-batches, it is not there before the last of them.
         """
-        rows = np.array([table.index[layout_at_tail(o, index)] for o in tails])
-        columns = [np.array([table.index[layout_at_head(o, p)] for o in heads]) for p in positions]
+        rows = table.numbers(laid_at_tail(tails, index))
+        columns = [table.numbers(laid_at_head(heads, position)) for position in positions]
         key = (id(table), rows.tobytes(), tuple(each.tobytes() for each in columns), is_param)
         if key not in self._pairs:
             self._pairs[key] = _convert(table, rows, columns, is_param)
@@ -126,16 +126,6 @@ class EdgeCosts:
         """Whether it is one number that follows from inputs alone, such as how many tokens a loss is averaged over."""
         tensor = self.graph.type_of(ref)
         return not tensor.grad and tensor.numel == 1 and not self.graph.follows_from_parameters(ref)
-
-
-def layout_at_tail(option: Choice | Layout, index: int) -> Layout:
-    """The layout in which a choice gives a result."""
-    return option.results[index] if isinstance(option, Choice) else option
-
-
-def layout_at_head(option: Choice | Layout, position: int) -> Layout:
-    """The layout in which a choice wants an operand."""
-    return option.operands[position] if isinstance(option, Choice) else option
 
 
 def _convert(table: ReshardingTable, rows: Ints, columns: list[Ints], is_param: bool) -> Pair:

@@ -12,10 +12,12 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from planner.formulation.choices import Laid
 from planner.ir.graph import TensorType
 from planner.ir.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.solve.problem import Floats, Ints
@@ -263,6 +265,22 @@ class ReshardingTable:
         self.forward_s: Floats = forward
         self.backward_s: Floats = backward
 
+    def numbers(self, laid: Laid) -> Ints:
+        """The number of the layout that each of several choices gives the value."""
+        found: Ints = np.array([self.index[layout] for layout in laid.layouts], np.int64)[laid.numbers]
+        return found
+
+    @cached_property
+    def summing_s(self) -> Floats:
+        """Matrix [from, to] of seconds of the route backward that sum gradients of all micro-batches."""
+        first = [layout[0] for layout in self.layouts]
+        sums = np.array([[before != after for after in first] for before in first])
+        step_s = np.where(sums & np.isfinite(self.backward_s), self.backward_s, 0.0)
+        found = step_s.copy()
+        _add_up(found, self._via, found)
+        _add_up(found, self._before_last, step_s)
+        return found
+
     def route(self, src: Layout, dst: Layout) -> Route:
         """The steps from ``src`` to ``dst``; empty when they are equal."""
         steps: list[ReshardStep] = []
@@ -319,3 +337,14 @@ def _shorten(forward: Floats, backward: Floats, middles: Ints, through: Iterable
             enough = all_[0] * (1 - 1e-12) - 1e-18
             middles[better] = k
     forward[:], backward[:] = all_[1:]
+
+
+def _add_up(found: Floats, middles: Ints, onward: Floats) -> None:
+    """Sums along routes, in place, where these are put together of two: one to a middle, and one on from there."""
+    src, dst = np.nonzero(middles >= 0)
+    found[src, dst] = math.nan
+    while len(src):
+        middle = middles[src, dst]
+        found[src, dst] = found[src, middle] + onward[middle, dst]
+        is_open = np.isnan(found[src, dst])
+        src, dst = src[is_open], dst[is_open]

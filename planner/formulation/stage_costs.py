@@ -22,6 +22,7 @@ from typing import cast
 
 import numpy as np
 
+from planner.formulation.choices import laid_at_head, laid_at_tail
 from planner.formulation.cost_table import (
     AGAIN,
     ANYWHERE,
@@ -40,13 +41,9 @@ from planner.formulation.cost_table import (
     CostTable,
 )
 from planner.formulation.decisions import AsMade, Flow
-from planner.formulation.edge_costs import layout_at_head, layout_at_tail
 from planner.formulation.remat.levels import NOTHING, Amount, Level, Levels, Recompute
-from planner.formulation.resharding import ReshardingTable
 from planner.formulation.search_space import Space
 from planner.formulation.variables import Variable
-from planner.ir.graph import Ref
-from planner.ir.layout import MICRO
 from planner.solve.choices.model import Mask, arc_consistent
 from planner.solve.pipeline.master import Prices, Variant
 from planner.solve.problem import Floats, Ints
@@ -215,11 +212,6 @@ class StageCosts:
         return Costs(place, parts, again, saved, wall, transient=transient.astype(np.float64))
 
     @cached_property
-    def _adding_s(self) -> dict[int, Floats]:
-        """By table, from layout to layout, what is known of :meth:`_summing_s`."""
-        return {}
-
-    @cached_property
     def _pairs(self) -> dict[tuple[int, int], list[Costs]]:
         space, found = self.space, dict[tuple[int, int], list[Costs]]()
         again_of = [space.decision_graph.flows_again(amount) for amount in self.amounts]
@@ -302,23 +294,9 @@ class StageCosts:
         """Seconds to add a parameter's gradient of one micro-batch to that of the others, for every pair of choices."""
         space, (tail, head, ref, positions) = self.space, flow
         table = space.table(ref)
-        known = self._adding_s.setdefault(id(table), np.full((len(table.layouts), len(table.layouts)), math.nan))
-        rows = [table.index[layout_at_tail(each, ref.index)] for each in space.options[tail]]
-        columns = [table.index[layout_at_head(each, positions[0])] for each in space.options[head]]
-        for row in set(rows):
-            for column in set(columns):
-                if math.isnan(known[row, column]):
-                    known[row, column] = self._summing_s(ref, table, row, column)
-        total: Floats = known[np.ix_(rows, columns)] / space.mesh.micro_batches
-        return total
-
-    def _summing_s(self, ref: Ref, table: ReshardingTable, row: int, column: int) -> float:
-        """Seconds of what sums the gradients of all micro-batches on the way between two layouts."""
-        space, (source, target) = self.space, (table.layouts[row], table.layouts[column])
-        if source == target or not math.isfinite(table.backward_s[row, column]):
-            return 0.0
-        steps = (each for each in table.route(source, target) if space.mesh.axes[each.axis].name == MICRO)
-        return sum(space.conversion_s(ref, each.before, each.after)[1] for each in steps)
+        rows = table.numbers(laid_at_tail(space.options[tail], ref.index))
+        columns = table.numbers(laid_at_head(space.options[head], positions[0]))
+        return table.summing_s[np.ix_(rows, columns)] / space.mesh.micro_batches
 
     def _place_of(self, tail: Variable, head: Variable) -> str:
         kinds = {self._kind_of(each) for each in (tail, head)} - {None}

@@ -44,7 +44,8 @@ class Shard(NamedTuple):
     def __str__(self) -> str:
         return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{self.outer})"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
 
 class Mark(NamedTuple):
@@ -55,7 +56,8 @@ class Mark(NamedTuple):
     def __str__(self) -> str:
         return self.letter
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
 
 R, I, P = Mark("R"), Mark("I"), Mark("P")  # noqa: E741
