@@ -19,11 +19,12 @@ from planner.formulation.strategies import Choice
 from planner.formulation.training import Tier, Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
-from planner.ops import OPS, load, mixes
+from planner.ops import OPS
 from planner.ops.attention import is_causal
 from planner.ops.memory_traffic import MemoryTraffic
 from planner.ops.saved_tensors import is_own, own_bytes, saved_tensors
 from planner.ops.sharding_rule import Inner, Rule
+from planner.ops.table import Share
 from planner.solve.problem import Floats, Ints
 
 Mask = NDArray[np.bool_]
@@ -170,8 +171,8 @@ class LocalCosts:
         types, on_cpu, sizes = self.graph.input_types(node), self.cost.cluster.on_cpu, self._sizes(node, choice)
         kept = (saved for saved in saved_tensors(node, types, on_cpu) if is_own(saved))
         kept = (saved for saved in kept if saved.kind != "copy")  # operands, which are counted, stand for copies
-        shared_by = choice.shares(self.mesh), self.cost.cluster.expert_imbalance or 1.0
-        return sum(own_bytes(saved, node, types, sizes, on_cpu, *shared_by) for saved in kept)
+        share = self.share(choice)
+        return sum(own_bytes(saved, node, types, sizes, on_cpu, share) for saved in kept)
 
     def storage(self, node: Node, layout: Layout) -> tuple[float, int]:
         """Seconds once a step for one leaf, to update and to move it, and the bytes of it that a device always holds:
@@ -266,9 +267,10 @@ class LocalCosts:
                 laid.each([local_shape(tensor.shape, layout, sizes) or () for layout in laid.layouts])
                 for tensor, laid in zip(operands, choices.operands, strict=True)
             ]
-            loads = [self.load(node, each) for each in choices] if mixes(node.op) else [1.0] * len(choices)
-            alike: dict[object, list[int]] = {}
+            is_uneven = any(strategy.way.uneven for strategies in choices.strategies for strategy in strategies)
+            loads = [self.load(choice) for choice in choices] if is_uneven else [1.0] * len(choices)
             moved, shares = _moved(traffic, held), self._shares(choices)
+            alike: dict[object, list[int]] = {}
             for number, key in enumerate(zip(*shapes, *held.tolist(), shares, loads, strict=True)):
                 alike.setdefault(key, []).append(number)
             for first, *others in alike.values():
@@ -295,12 +297,16 @@ class LocalCosts:
             return 0.0, 0.0
         inner = {"forward": 0.0, "backward": 0.0}
         for axis, call, bytes_in in self.inner_calls(rule, choice, any(t.grad for t in node.results)):
-            inner[call.phase] += self.collective_s(call.kind, axis, bytes_in) * self.load(node, choice)
+            inner[call.phase] += self.collective_s(call.kind, axis, bytes_in) * self.load(choice)
         return inner["forward"], inner["backward"]
 
-    def load(self, node: Node, choice: Choice) -> float:
+    def load(self, choice: Choice) -> float:
         """What the busiest rank has of an operator's work over the average, as the cluster states it."""
-        return load(node.op, (strategy.way for strategy in choice.axes), self.cost.cluster.expert_imbalance)
+        return (self.cost.cluster.expert_imbalance or 1.0) if any(each.way.uneven for each in choice.axes) else 1.0
+
+    def share(self, choice: Choice) -> Share:
+        """How much of an operator the busiest rank has."""
+        return Share(choice.shares(self.mesh), self.load(choice))
 
     def inner_calls(self, rule: Rule, choice: Choice, differentiated: bool) -> Iterator[tuple[Axis, Inner, int]]:
         """The collectives of an operator's local form, on which axis, and the bytes that each rank passes to them;
