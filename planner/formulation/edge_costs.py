@@ -115,9 +115,9 @@ class EdgeCosts:
         if key not in self._pairs:
             self._pairs[key] = _convert(table, rows, columns, is_param)
         forward, backward, gathered = self._pairs[key]
-        if waits:
+        summed = np.array([layout[0] == P for layout in table.layouts])
+        if waits and summed.any():
             # Only what leaves the model can wait for the last micro-batch.
-            summed = np.array([layout[0] == P for layout in table.layouts])
             early = summed[rows][:, None] & ~np.all([summed[each] for each in columns], axis=0)[None, :]
             forward = np.where(early, math.inf, forward)
         return forward, backward, gathered
@@ -136,14 +136,13 @@ def _convert(table: ReshardingTable, rows: Ints, columns: list[Ints], is_param: 
         columns: for every operand that reads it, the number of the layout for each choice of the reader; one layout
             is made once.
     """
-    shape = (len(rows), len(columns[0]))
-    forward, backward = np.zeros(shape), np.zeros(shape)
-    gathered = np.zeros(shape, np.int64)
-    for nth, wanted in enumerate(columns):
-        pairs = np.ix_(rows, wanted)
-        repeated = np.any([wanted == earlier for earlier in columns[:nth]], axis=0)
+    first, *others = (np.ix_(rows, wanted) for wanted in columns)
+    forward, backward = table.forward_s[first], table.backward_s[first]
+    for nth, pairs in enumerate(others, 1):
+        repeated = np.any([columns[nth] == earlier for earlier in columns[:nth]], axis=0)
         forward += np.where(repeated, 0.0, table.forward_s[pairs])
         backward += np.where(repeated, 0.0, table.backward_s[pairs])
-        if is_param:
-            gathered += np.where(table.held[wanted][None, :] > table.held[rows][:, None], table.held[wanted], 0)
+    gathered = np.zeros(forward.shape, np.int64)
+    for wanted in columns if is_param else ():
+        gathered += np.where(table.held[wanted][None, :] > table.held[rows][:, None], table.held[wanted], 0)
     return forward, backward, gathered

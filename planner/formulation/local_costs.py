@@ -138,9 +138,10 @@ class LocalCosts:
             tensors, laid = (*self.graph.input_types(node), *node.results), (*choices.operands, *choices.results)
             sizes, is_term, is_whole = (np.zeros((len(laid), len(choices)), t) for t in (np.int64, bool, bool))
             for place, (tensor, each) in enumerate(zip(tensors, laid, strict=True)):
-                sizes[place] = each.each([tensor.size_bytes // self._parts(layout) for layout in each.layouts])
-                is_term[place] = each.each([P in layout for layout in each.layouts])
-                is_whole[place] = each.each([R in layout for layout in each.layouts])
+                parts = np.array([self._parts(layout) for layout in each.layouts], np.int64)
+                sizes[place] = (tensor.size_bytes // parts)[each.numbers]
+                is_term[place] = np.array([P in layout for layout in each.layouts])[each.numbers]
+                is_whole[place] = np.array([R in layout for layout in each.layouts])[each.numbers]
             self._known.parts[id(choices)] = sizes, is_term, is_whole
         return self._known.parts[id(choices)]
 
@@ -263,23 +264,21 @@ class LocalCosts:
         flops = 0.0 if row is None or row.view else row.flops(node, operands, rule)
         seconds = np.zeros((4, len(choices)))
         if traffic.starts or traffic.runs:
-            shapes = [
+            each_of = [
                 laid.each([local_shape(tensor.shape, layout, sizes) or () for layout in laid.layouts])
                 for tensor, laid in zip(operands, choices.operands, strict=True)
             ]
+            shapes = [*zip(*each_of, strict=True)] if each_of else [()] * len(choices)
             is_uneven = any(strategy.way.uneven for strategies in choices.strategies for strategy in strategies)
             loads = [self.load(choice) for choice in choices] if is_uneven else [1.0] * len(choices)
-            moved, shares = _moved(traffic, held), self._shares(choices)
-            alike: dict[object, list[int]] = {}
-            for number, key in enumerate(zip(*shapes, *held.tolist(), shares, loads, strict=True)):
-                alike.setdefault(key, []).append(number)
-            for first, *others in alike.values():
-                busiest = flops / shares[first] * loads[first]
-                local = [each[first] for each in shapes]
-                key = (id(rule), tuple(local), moved[first], busiest, traffic.starts)
+            found = []
+            busiest = [flops / share * load for share, load in zip(self._shares(choices), loads, strict=True)]
+            for local, moved, most in zip(shapes, _moved(traffic, held), busiest, strict=True):
+                key = (id(rule), local, moved, most, traffic.starts)
                 if key not in self._known.computed:
-                    self._known.computed[key] = self._compute(node, traffic, local, moved[first], busiest)
-                seconds[:2, [first, *others]] = np.array([self._known.computed[key]]).T
+                    self._known.computed[key] = self._compute(node, traffic, local, moved, most)
+                found.append(self._known.computed[key])
+            seconds[:2] = np.array(found).T
         if any(strategy.inner for strategies in choices.strategies for strategy in strategies):
             seconds[2:] = np.array([self._inner_s(node, rule, choice) for choice in choices]).T
         return seconds

@@ -57,7 +57,7 @@ class Space(LocalCosts):
         decision_graph: that of the folded graph, where it is known already.
         pace: that of the average rank of a pipeline, each stage of which is on a mesh of its own like ``mesh``: costs
             are no rank's, but all of what a lower bound needs. Left out: one stage.
-        like: another space of the same graph, mesh, prices and rules.
+        like: another space of the same graph, mesh, prices and rules; stages and unsharding may be others.
 
     With micro-batches (:data:`planner.ir.layout.MICRO`) work and storage are those of one. Where parameters are
     gathered and gradients reduced once a step, both are held in the layout in which they are used; where in each
