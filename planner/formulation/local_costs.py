@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 from planner.base.symbolic_float import at_least_zero
 from planner.cost.kernels import Stream, attention_kernels, kernel_of
 from planner.cost.model import CostModel
+from planner.formulation.choices import Choices, Options
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.resharding import ReshardingTable, local_bytes
 from planner.formulation.strategies import Choice
 from planner.formulation.training import Tier, Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
-from planner.ops import OPS
-from planner.ops.attention import QueryShards, is_causal, merged_bytes, query_shards
+from planner.ops import OPS, attends
+from planner.ops.attention import UNSHARDED, QueryShards, is_causal, merged_bytes, query_shards
 from planner.ops.memory_traffic import MemoryTraffic
 from planner.ops.saved_tensors import is_own, own_bytes, saved_tensors
 from planner.ops.sharding_rule import Inner, Rule
@@ -48,7 +49,7 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self.alike: dict[object, list[Choice]] = {}
+        self.alike: dict[object, Choices] = {}
         self.tables: dict[object, ReshardingTable] = {}
         self.pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
         self.computed: dict[object, tuple[float, float]] = {}
@@ -118,43 +119,45 @@ class LocalCosts:
         is_like = like is not None and like.decision_graph.blocks.ways is decision_graph.blocks.ways
         self._known: Known = like._known if like is not None and is_like else Known()
 
-    def works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints, Ints]:
+    def works_of(self, node: Node, options: Options) -> tuple[Floats, Ints, Ints]:
         """Seconds (as :class:`Work` has them), bytes, and bytes of parameters, of every choice of an operator.
 
         Operators that share their choices share their rule, and so what they cost; what is held of it may differ.
         """
+        assert isinstance(options, Choices)
         working, traffic = self.decision_graph.blocks.working(node), self.traffic(node)
         key = (id(options), working, traffic)
         if key not in self._known.works:
             sizes, is_term, is_whole = self._parts_of(node, options)
             if (id(options), traffic) not in self._known.seconds:
-                choices = [option for option in options if isinstance(option, Choice)]
-                seconds = self._seconds_of(node, choices, _moved(traffic, sizes))
-                self._known.seconds[id(options), traffic] = np.array(seconds).T
+                self._known.seconds[id(options), traffic] = self._seconds_of(node, options, sizes)
             transient = working.bytes_of_each(sizes, is_term, is_whole)
             parameters = sizes[list(working.parameters)].sum(axis=0)
             self._known.works[key] = self._known.seconds[id(options), traffic], transient, parameters
         return self._known.works[key]
 
-    def _parts_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Ints, Mask, Mask]:
+    def _parts_of(self, node: Node, choices: Choices) -> tuple[Ints, Mask, Mask]:
         """Of an operator's tensors (operands, then results), for every choice: bytes on a rank, and whether it is
         partial, and replicated, on some axis.
         """
-        if id(options) not in self._known.parts:
-            tensors = (*self.graph.input_types(node), *node.results)
-            choices = [option for option in options if isinstance(option, Choice)]
-            layouts = [
-                [(*choice.operands, *choice.results)[place] for choice in choices] for place in range(len(tensors))
-            ]
-            cut = [[[isinstance(t, Shard) for t in layout] for layout in each] for each in layouts]
-            parts = np.where(np.array(cut, bool), np.array(self.mesh.sizes), 1).prod(axis=-1)
-            is_term, is_whole = (np.array([[t in layout for layout in each] for each in layouts]) for t in (P, R))
-            whole = np.array([tensor.size_bytes for tensor in tensors], np.int64)
-            self._known.parts[id(options)] = whole[:, None] // parts, is_term, is_whole
-        return self._known.parts[id(options)]
+        if id(choices) not in self._known.parts:
+            tensors, laid = (*self.graph.input_types(node), *node.results), (*choices.operands, *choices.results)
+            sizes, is_term, is_whole = (np.zeros((len(laid), len(choices)), t) for t in (np.int64, bool, bool))
+            for place, (tensor, each) in enumerate(zip(tensors, laid, strict=True)):
+                parts = np.array([self._parts(layout) for layout in each.layouts], np.int64)
+                sizes[place] = (tensor.size_bytes // parts)[each.numbers]
+                is_term[place] = np.array([P in layout for layout in each.layouts])[each.numbers]
+                is_whole[place] = np.array([R in layout for layout in each.layouts])[each.numbers]
+            self._known.parts[id(choices)] = sizes, is_term, is_whole
+        return self._known.parts[id(choices)]
 
-    def _bytes(self, node: Node, options: list[Choice] | list[Layout], places: tuple[int, ...]) -> Ints:
+    def _parts(self, layout: Layout) -> int:
+        """Into how many parts a tensor is cut."""
+        return math.prod([size for t, size in zip(layout, self.mesh.sizes, strict=True) if isinstance(t, Shard)])
+
+    def _bytes(self, node: Node, options: Options, places: tuple[int, ...]) -> Ints:
         """Bytes of some of an operator's tensors (operands, then results), for every choice."""
+        assert isinstance(options, Choices)
         key = (id(options), places)
         if key not in self._known.sizes:
             self._known.sizes[key] = self._parts_of(node, options)[0][list(places)].sum(axis=0)
@@ -248,44 +251,55 @@ class LocalCosts:
 
     def _computed_s(self, node: Node, choice: Choice) -> tuple[float, float]:
         """Seconds of an operator by itself, forward and backward."""
-        moved = _moved(self.traffic(node), np.array(self._sizes(node, choice), np.int64)[:, None])
-        ((forward_s, backward_s, _, _),) = self._seconds_of(node, [choice], moved)
+        sizes = np.array(self._sizes(node, choice), np.int64)[:, None]
+        forward_s, backward_s, _, _ = self._seconds_of(node, Choices.only(choice), sizes)[:, 0].tolist()
         return forward_s, backward_s
 
     def traffic(self, node: Node) -> MemoryTraffic:
         """What an operator passes over in memory."""
         return self.decision_graph.blocks.traffic(node, on_cpu=self.cost.cluster.on_cpu)
 
-    def _seconds_of(
-        self, node: Node, choices: Sequence[Choice], moved: Sequence[Moved]
-    ) -> list[tuple[float, float, float, float]]:
+    def _seconds_of(self, node: Node, choices: Choices, held: Ints) -> Floats:
         """Seconds of one operator on one rank, as :class:`Work` has them, for each of some choices.
 
         Args:
-            moved: what it passes over with each.
+            held: bytes of its tensors (operands, then results) with each.
         """
         row, rule, operands = OPS.get(node.op), self.rules[node.name], self.graph.input_types(node)
         traffic, sizes = self.traffic(node), self.mesh.sizes
         flops = 0.0 if row is None or row.view else row.flops(node, operands, rule)
-        local: dict[tuple[int, int], tuple[int, ...]] = {}
-        found = []
-        for choice, bytes_moved in zip(choices, moved, strict=True):
-            computed_s = 0.0, 0.0
-            if traffic.starts or traffic.runs:
-                shapes = []
-                for place, layout in enumerate(choice.operands):
-                    if (place, id(layout)) not in local:
-                        local[place, id(layout)] = local_shape(operands[place].shape, layout, sizes) or ()
-                    shapes.append(local[place, id(layout)])
-                share = math.prod([size for size, strategy in zip(sizes, choice.axes, strict=True) if strategy.factor])
-                shards = query_shards(node, zip(choice.axes, sizes, strict=True))
-                busiest = flops / share * self.load(node, choice)
-                key = (id(rule), tuple(shapes), bytes_moved, busiest, traffic.starts, shards)
+        seconds = np.zeros((4, len(choices)))
+        if traffic.starts or traffic.runs:
+            each_of = [
+                laid.each([local_shape(tensor.shape, layout, sizes) or () for layout in laid.layouts])
+                for tensor, laid in zip(operands, choices.operands, strict=True)
+            ]
+            shapes = [*zip(*each_of, strict=True)] if each_of else [()] * len(choices)
+            is_uneven = any(strategy.way.uneven for strategies in choices.strategies for strategy in strategies)
+            loads = [self.load(node, choice) for choice in choices] if is_uneven else [1.0] * len(choices)
+            shards = [UNSHARDED] * len(choices)
+            if attends(node.op):
+                shards = [query_shards(node, zip(choice.axes, sizes, strict=True)) for choice in choices]
+            found = []
+            busiest = [flops / share * load for share, load in zip(self._shares(choices), loads, strict=True)]
+            for local, moved, most, shared in zip(shapes, _moved(traffic, held), busiest, shards, strict=True):
+                key = (id(rule), local, moved, most, traffic.starts, shared)
                 if key not in self._known.computed:
-                    self._known.computed[key] = self._compute(node, traffic, shapes, bytes_moved, busiest, shards)
-                computed_s = self._known.computed[key]
-            found.append((*computed_s, *self._inner_s(node, rule, choice, computed_s)))
-        return found
+                    self._known.computed[key] = self._compute(node, traffic, local, moved, most, shared)
+                found.append(self._known.computed[key])
+            seconds[:2] = np.array(found).T
+        if any(strategy.inner for strategies in choices.strategies for strategy in strategies):
+            computed_s = ((forward_s, backward_s) for forward_s, backward_s in seconds[:2].T.tolist())
+            pairs = zip(choices, computed_s, strict=True)
+            seconds[2:] = np.array([self._inner_s(node, rule, choice, each_s) for choice, each_s in pairs]).T
+        return seconds
+
+    def _shares(self, choices: Choices) -> list[int]:
+        """How many ranks, and micro-batches, share the work with each choice."""
+        shares = np.ones(len(choices), np.int64)
+        for axis, strategies, taken in zip(self.mesh.axes, choices.strategies, choices.taken, strict=True):
+            shares *= np.array([axis.size if strategy.factor else 1 for strategy in strategies])[taken]
+        return shares.tolist()
 
     def _inner_s(self, node: Node, rule: Rule, choice: Choice, computed_s: tuple[float, float]) -> tuple[float, float]:
         """Seconds, forward and backward, of the collectives of an operator's local form.
@@ -314,7 +328,7 @@ class LocalCosts:
         of pairs of queries and keys the last rank.
         """
         shards = query_shards(node, zip(choice.axes, self.mesh.sizes, strict=True))
-        return self._uneven(choice) * (shards.busiest if is_causal(node) else 1.0)
+        return self._uneven(choice) * shards.load(node)
 
     def _uneven(self, choice: Choice) -> float:
         axes = zip(self.mesh.sizes, choice.axes, strict=True)
@@ -349,7 +363,7 @@ class LocalCosts:
         if shards.is_in_pieces(node):
             forward_s, backward_s = self._in_pieces_s(node, shapes, moved, shards)
         elif traffic.runs:
-            kernel = kernel_of(node.op, shapes, causal=is_causal(node))
+            kernel = kernel_of(node.op, shapes, causal=is_causal(node) and shards.ranks == 1)
             forward_s = self.cost.compute_s(flops, moved.forward, dtype, kernel=kernel, known_by=moved.once)
             if moved.backward:
                 kernel = kernel and kernel.backward

@@ -139,6 +139,12 @@ class QueryShards:
         """Whether it runs piece by piece: not where all that a rank sees are whole rows, nor where it drops some."""
         return self.ring > 1 or (self.ranks > 1 and is_causal(node) and not node["dropout_p"])
 
+    def load(self, node: Node) -> float:
+        """What the busiest rank has of the pairs that an operator meets over the average."""
+        if self.ranks == 1 or not is_causal(node):
+            return 1.0
+        return self.busiest if self.is_in_pieces(node) else 2.0  # what drops some has a mask, and meets all
+
     def pieces(self, queries: int, keys: int, causal: bool) -> Counter[tuple[int, int, bool]]:
         """How often the last rank meets so many queries with so many keys, causally or not.
 
