@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.functions.carry import is_recorded
-from autopar.functions.ranks import EachRank
+from autopar.functions.ranks import for_each_rank
 from autopar.operators.expert import Expert, Layout
 from autopar.operators.grouped import grouped_linear
 from planner.base.errors import InputError
@@ -264,24 +264,6 @@ class _Shapes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(torch.empty_like(t) if t.is_floating_point() else None for t in ctx.saved_tensors)
-
-
-def for_each_rank(run: Callable[..., Any], *tensors: Tensor | None) -> Any:
-    """``run(*tensors)``, a tensor or several; where one process simulates all ranks, on those of each rank."""
-    given = [t for t in tensors if t is not None]
-    if not any(hasattr(t, "_local_tensors") for t in given):
-        return run(*tensors)
-
-    several: list[bool] = []
-
-    def of_rank(own: Sequence[Tensor]) -> list[Tensor]:
-        rest = iter(own)
-        found = run(*(None if t is None else next(rest) for t in tensors))
-        several.append(isinstance(found, tuple))
-        return [*found] if several[-1] else [found]
-
-    found = EachRank.apply(of_rank, *given)
-    return found if several[0] else found[0]
 
 
 def _run(

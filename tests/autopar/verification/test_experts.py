@@ -15,7 +15,7 @@ from autopar.verification.reference import Reference, reference
 from autopar.verification.typecheck import typecheck
 from autopar.verification.verify import decide_on, simulate
 from planner.analysis.memory import usage
-from planner.analysis.prediction import collectives
+from planner.analysis.prediction import conversions
 from planner.base.errors import InputError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
@@ -196,16 +196,32 @@ def test_volumes(ranks: int) -> None:
     gradients are reduced: ``9 E h f (P - 1) / P`` for three matrices of ``E`` experts each.
     """
     experts, k, tokens = 8, 3, 16
+    sends = {"all_gather": ranks - 1, "reduce_scatter": (ranks - 1) / ranks, "all_to_all": (ranks - 1) / ranks}
 
-    def sent(wanted: str, part: int, pins: dict[str, int]) -> float:
-        _, assignment = decided(Mixture(experts, k, choose=None), wanted, (ranks,), tokens * ranks, **pins)
-        share = {"all_gather": ranks - 1, "reduce_scatter": (ranks - 1) / ranks, "all_to_all": (ranks - 1) / ranks}
-        calls = collectives(assignment)
-        sizes = {"all_gather": part, "reduce_scatter": part * ranks, "all_to_all": part}
-        return sum(n * share[c.kind] * c.bytes_in / 8 for c, n in calls.items() if sizes.get(c.kind) == c.bytes_in / 8)
+    def sent(wanted: str) -> tuple[float, float]:
+        """Bytes that a rank sends inside of experts, and to reshard what they read and make but their parameters."""
+        _, assignment = decided(Mixture(experts, k, choose=None), wanted, (ranks,), tokens * ranks, data=ranks)
+        space, graph = assignment.space, assignment.space.graph
+        (node,) = (node for node in graph.operators if node.op == "autopar.experts.default")
+        inside = list(space.inner_calls(space.rules[node.name], assignment.choice(node), True))
+        beside = [
+            call
+            for each, times in conversions(assignment)
+            if node.name in (each.reader, each.ref.node) and graph.by_name[each.ref.node].op != "param"
+            for step in space.table(each.ref).route(each.source, each.target)
+            for call in step.collectives(graph.type_of(each.ref), space.mesh)
+            for _ in range(times)
+        ]
+        return (
+            sum(sends[call.kind] * size for _, call, size in inside),
+            sum(sends[call.kind] * call.bytes_in for call in beside),
+        )
 
-    assert sent("t.dispatch", k * tokens * WIDTH, {"data": ranks}) == 4 * k * tokens * WIDTH * (ranks - 1) / ranks
-    assert sent("e", tokens * WIDTH, {"data": ranks}) == 4 * (ranks - 1) * tokens * WIDTH
+    item = index = 8
+    dispatched = 4 * k * tokens * WIDTH * (ranks - 1) / ranks * item + experts * index * (ranks - 1) / ranks
+    assert sent("t.dispatch") == (dispatched, 0)
+    chosen = k * tokens * (ranks - 1) * (2 * item + index)  # weights and their gradients, and indices
+    assert sent("e") == (0, 4 * (ranks - 1) * tokens * WIDTH * item + chosen)
     model = Mixture(experts, k)
     plan = autopar.plan(
         model,
