@@ -71,7 +71,7 @@ class Expert:
         """``[s, 2 * f] -> [s, f]``; ``[s, f] -> [s, f]`` without gates."""
         if self.gate == "none":
             return self._act(made.clamp(max=self.limit) if self.limit else made)
-        gate, up = made.chunk(2, dim=-1) if self.gate == "halves" else (made[..., ::2], made[..., 1::2])
+        gate, up = made.chunk(2, dim=-1) if self.gate == "halves" else made.unflatten(-1, (-1, 2)).unbind(-1)
         if self.limit:
             gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
         return (up + self.offset if self.offset else up) * self._act(gate)
