@@ -26,6 +26,8 @@ def delink(model: nn.Module) -> nn.Module:
     Raises:
         InputError: nothing is shared; a layer that is registered once and called several times cannot be told apart.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"autopar.delink takes a model (torch.nn.Module), not {type(model).__name__}")
     copied = _separate_modules(model, {}) + _separate_parameters(model)
     if not copied:
         raise InputError(

@@ -52,7 +52,7 @@ def experts(
     Args:
         x: tokens, ``[.., h]``.
         indices: for each token the ``k`` experts that it goes to, whole numbers from 0, ``[.., k]``.
-        weights: of each of these, ``[.., k]``.
+        weights: of each of these, ``[.., k]``; of an expert that is chosen twice they add up.
         up: the first matrix of every expert, ``[e, 2 * f, h]`` with gates, ``[e, f, h]`` without.
         down: the second, ``[e, h, f]``.
         up_bias, down_bias: ``[e, 2 * f]`` (or ``[e, f]``) and ``[e, h]``.
@@ -61,8 +61,8 @@ def experts(
         gate: where gates lie among what ``up`` makes: before all ups (``halves``), each before its up (``pairs``), or
             there are ``none``.
         alpha: of ``swish``: ``x * sigmoid(alpha * x)``.
-        limit: clamps gates from above, and ups on both sides.
-        offset: added to ups.
+        limit: clamps gates from above, and ups on both sides; without gates, what is activated from above.
+        offset: added to ups beside gates.
         transposed: the matrices are ``[e, h, 2 * f]`` and ``[e, f, h]``.
         prototypes: the experts are that many groups, each with a router of its own (Yang et al. 2021, M6-T): a token
             goes to one expert of every group, ``k = prototypes``, and indices count within the group.
@@ -71,8 +71,12 @@ def experts(
         ``[.., h]``, of the dtype of ``x``.
 
     Raises:
-        InputError: shapes or dtypes do not fit together.
+        InputError: shapes do not fit together, indices are no whole numbers or weights no floating point ones, or an
+            option does nothing beside the others. Rows are computed with in the dtype of the matrices.
     """
+    for name, tensor in {"x": x, "indices": indices, "weights": weights, "up": up, "down": down}.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"autopar.experts: {name} is a {type(tensor).__name__}, and it is a tensor")
     form = Expert(activation, gate, alpha, limit or 0.0, offset, transposed)
     _check(x, indices, weights, up, down, up_bias, down_bias, form)
     if prototypes is not None:
@@ -112,6 +116,8 @@ def _check(
         )
     if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
         refuse(f"indices are of dtype {indices.dtype}; they are whole numbers, as torch.topk gives them")
+    if not weights.is_floating_point():
+        refuse(f"weights are of dtype {weights.dtype}; they are floating point numbers that results are multiplied by")
     count, hidden = len(up), down.shape[1 if form.transposed else 2]
     if indices.shape[-1] > count:
         refuse(f"each token goes to {indices.shape[-1]} experts, and there are {count}: choose at most as many")

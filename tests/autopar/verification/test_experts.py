@@ -280,7 +280,9 @@ def test_grouped_products_of_transformers_are_verified_in_float64(name: str) -> 
     """As a configuration has it that says nothing of experts; their product of groups takes no float64."""
     model, batch = MODELS[name].build()
     model.config._experts_implementation = "grouped_mm"
-    found = autopar.verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"expert": 2})
+    plan = autopar.plan(model, ClusterSpec.local(2), example_kwargs=batch, pin={"expert": 2})
+    assert "Shards experts over all 2 processes (expert parallel)" in " ".join(str(plan).split())
+    found = autopar.verify(model, plan, example_kwargs=batch)
     assert found.verdict == "verified" and found.tolerance is not None and found.tolerance.dtypes == "float64"
     assert model.config._experts_implementation == "grouped_mm"
 
