@@ -59,7 +59,7 @@ class SearchContext:
     free_s: dict[object, dict[int, float]] = field(default_factory=dict)
     typical: dict[Space, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     chains: dict[tuple[Space, tuple[int, ...]], tuple[Link, ...]] = field(default_factory=dict)
-    spaces: dict[tuple[DecisionGraph, ParallelConfig], Space] = field(default_factory=dict)
+    spaces: dict[tuple[DecisionGraph, ParallelConfig, Training], Space] = field(default_factory=dict)
     stored: StoredLayouts | None = None
     memory_bytes: int | None = None
 
@@ -87,8 +87,9 @@ class SearchContext:
     def formulate(self, decision_graph: DecisionGraph, config: ParallelConfig) -> Space:
         """Every decision to take in one configuration."""
         mesh, graph = config.mesh, decision_graph.graph
-        if (decision_graph, config) in self.spaces:
-            return self.spaces[decision_graph, config]
+        key = decision_graph, config, self.training
+        if key in self.spaces:
+            return self.spaces[key]
         kept = filters(self.pins, graph, self.rules, mesh, lambda label: self.labels(graph, label))
         if self.stored is not None:
             kept = kept[0], self.stored.allow_leaf(mesh)
@@ -109,7 +110,7 @@ class SearchContext:
             raise PinError(
                 f"the pins leave no way to run {space.describe(empty[0])} on mesh {mesh.sizes}; relax one of them"
             )
-        self.spaces[decision_graph, config] = space
+        self.spaces[key] = space
         return space
 
     def bounds(self, decision_graph: DecisionGraph, config: ParallelConfig) -> PipelineBounds:
