@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -68,6 +69,11 @@ class ParetoCurve(Generic[AnyPlan]):
         of the curve's lower convex hull to the left of the point; of the leanest infinite.
         """
         return seconds_per_gib(self.points, point)
+
+    def price_within(self, memory_bytes: int) -> float:
+        """The shadow price at the fastest point within some memory; 0 of the leanest."""
+        price = self.seconds_per_gib(self.within(memory_bytes))
+        return price if math.isfinite(price) else 0.0
 
     def __repr__(self) -> str:
         least, most = self.points[0], self.points[-1]

@@ -197,13 +197,17 @@ class Plan(Document):
         is_known = self.assignment is not None and not self.transfer_schedules
         return explain(self, name, time_limit_s=time_limit_s, fullest=self.fullest if is_known else None)
 
-    def why_not(self, pin: Mapping[str, Any], *, time_limit_s: float = 60.0) -> WhyNot:
-        """What the best plan around a pinned recipe would cost more, by block; or which limits rule it out.
+    def why_not(
+        self, pin: Mapping[str, Any], *, time_limit_s: float = 60.0, pareto: ParetoCurve[Plan] | None = None
+    ) -> WhyNot:
+        """What the best plan around a pinned recipe would cost more, by block, and at which speeds of links, arithmetic
+        and memory it would be as fast; or which limits rule it out.
 
         Args:
             pin: the recipe, as :func:`autopar.plan` takes it: ``{"tensor": 8}``, ``{"zero": 3}``. It stands by
                 itself, without what this plan had pinned.
             time_limit_s: for every search that it takes.
+            pareto: this plan's curve; then the answer says what a GiB of memory is worth.
 
         Raises:
             PlanError: the plan was read from a file: ask the plan that ``autopar.evaluate`` returns; or it offloads.
@@ -212,7 +216,9 @@ class Plan(Document):
         from planner.plan.report.why_not import why_not
 
         self._check_on_device("plan with the recipe and pin 'offload', and compare what the two plans predict")
-        return why_not(self, pin, time_limit_s=time_limit_s)
+        staged = None if self.assignment is None else restage(self, self.assignment)
+        price = 0.0 if pareto is None else pareto.price_within(self.predicted.peak_bytes)
+        return why_not(self, pin, staged, time_limit_s=time_limit_s, seconds_per_gib=price)
 
     @cached_property
     def fullest(self) -> PeakReport:

@@ -35,6 +35,11 @@ class ParetoPoint(Generic[AnyPlan]):
         return 1 - self.bound_s / self.step_s if self.step_s else 0.0
 
 
+def memory_unit(memory_bytes: int) -> tuple[str, int]:
+    """In which unit the price of memory is said beside so much of it, and the unit's bytes."""
+    return ("GiB", GIB) if memory_bytes >= GIB else ("MiB", 2**20)
+
+
 def seconds_per_gib(points: Iterable[ParetoPoint[Document]], point: ParetoPoint[Document]) -> float:
     """What a step takes longer, at least, for each GiB less than a point needs: the slope of the lower convex hull of
     the points to its left, which is the shadow price of memory there; infinite where none is leaner.

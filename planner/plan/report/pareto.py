@@ -17,7 +17,7 @@ from planner.base.formatting import in_bytes, in_paragraph, in_percent, in_secon
 from planner.ir.layout import PIPELINE
 from planner.plan.document.document import Document
 from planner.plan.document.encoding import dump, encode
-from planner.plan.document.pareto_point import GIB, ParetoPoint, seconds_per_gib
+from planner.plan.document.pareto_point import GIB, ParetoPoint, memory_unit, seconds_per_gib
 from planner.plan.report.html import memory_card, step_card, styled
 from planner.plan.report.html import page as page_of
 from planner.plan.report.sentence import SCHEDULES, sentence
@@ -37,7 +37,7 @@ TICKS = 5
 
 def table(document: Document, points: Points, stopped: str) -> str:
     """A row for each point, the leanest first."""
-    unit, _ = _unit(points)
+    unit, _ = memory_unit(points[-1].memory_bytes)
     rows = [("memory", "step", "at least", f"a {unit} less", "plan")]
     rows += [
         (
@@ -57,13 +57,8 @@ def table(document: Document, points: Points, stopped: str) -> str:
 
 def _price(points: Points, point: ParetoPoint[Document]) -> str:
     """Seconds more for each GiB less, or MiB; of the leanest nothing."""
-    price = seconds_per_gib(points, point) * _unit(points)[1] / GIB
+    price = seconds_per_gib(points, point) * memory_unit(points[-1].memory_bytes)[1] / GIB
     return f"+{in_seconds(price)}" if math.isfinite(price) else ""
-
-
-def _unit(points: Points) -> tuple[str, int]:
-    """In which unit of memory a price is said, and its bytes."""
-    return ("GiB", GIB) if points[-1].memory_bytes >= GIB else ("MiB", 2**20)
 
 
 def _counted(points: Points) -> str:
@@ -138,7 +133,7 @@ def _panel(points: Points, number: int, *, is_page: bool) -> str:
     told = f"No plan within {in_bytes(point.memory_bytes)} takes less than {in_seconds(point.bound_s)}"
     told += f", {in_percent(point.gap)} less." if point.gap > 0 else "."
     if price:
-        told += f" Each {_unit(points)[0]} less costs {price} a step at least."
+        told += f" Each {memory_unit(points[-1].memory_bytes)[0]} less costs {price} a step at least."
     return (
         f'<p class="sentence">{escape(sentence(document))}</p>'
         f'<p class="soft">{escape(decisions(document))}. {escape(told)}</p>'
