@@ -70,9 +70,18 @@ class ParetoCurve(Generic[AnyPlan]):
         """
         return seconds_per_gib(self.points, point)
 
-    def price_within(self, memory_bytes: int) -> float:
-        """The shadow price at the fastest point within some memory; 0 of the leanest."""
-        price = self.seconds_per_gib(self.within(memory_bytes))
+    def price_for(self, plan: Document) -> float:
+        """The shadow price of memory where a plan of the curve's model and cluster is; 0 where none is leaner.
+
+        Raises:
+            InputError: the plan is of another model or cluster.
+        """
+        if (plan.model, plan.cluster) != (self.plan.model, self.plan.cluster):
+            raise InputError(
+                f"the curve is of {self.plan.model['class']} on {self.plan.cluster.name!r}, and the plan of "
+                f"{plan.model['class']} on {plan.cluster.name!r}: give the curve that this plan's pareto() returns"
+            )
+        price = self.seconds_per_gib(self.within(plan.predicted.peak_bytes))
         return price if math.isfinite(price) else 0.0
 
     def __repr__(self) -> str:

@@ -212,12 +212,13 @@ class Plan(Document):
         Raises:
             PlanError: the plan was read from a file: ask the plan that ``autopar.evaluate`` returns; or it offloads.
             PinError: the recipe is malformed, or offloads, or pins a schedule without a pipeline.
+            InputError: no time; or ``pareto`` is of another model or cluster.
         """
         from planner.plan.report.why_not import why_not
 
         self._check_on_device("plan with the recipe and pin 'offload', and compare what the two plans predict")
         staged = None if self.assignment is None else restage(self, self.assignment)
-        price = 0.0 if pareto is None else pareto.price_within(self.predicted.peak_bytes)
+        price = 0.0 if pareto is None else pareto.price_for(self)
         return why_not(self, pin, staged, time_limit_s=time_limit_s, seconds_per_gib=price)
 
     @cached_property

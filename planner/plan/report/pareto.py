@@ -107,7 +107,8 @@ def _card(document: Document, points: Points, stopped: str, *, is_page: bool) ->
     panels = (f"<div>{_panel(points, number, is_page=is_page)}</div>" for number in range(len(points)))
     key = (
         f"{_counted(points)}, each the fastest found within its memory: choose one, with the arrow keys too. The "
-        f"shaded band is what is not proved: no plan is below it. {stopped[0].upper()}{stopped[1:]}."
+        f"shaded band is what is not proved: no plan is below it; "
+        f"a dashed line is all that a device can use. {stopped[0].upper()}{stopped[1:]}."
     )
     return (
         f'<div class="card curve" role="radiogroup" aria-label="Step time against memory per device">'
@@ -182,14 +183,14 @@ def _drawing(document: Document, points: Points, name: str) -> str:
     """Axes, the staircase of what was found above what is proved, and a label for each point."""
     scale = _scale(document, points)
     spots = [(scale.x(point.memory_bytes), scale.y(point.step_s), scale.y(point.bound_s)) for point in points]
-    ends = [*(x for x, _, _ in spots[1:]), 100.0]
+    usable = scale.x(document.cluster.device.usable_bytes)
+    ends = [*(x for x, _, _ in spots[1:]), min(100.0, usable)]
     lows = [*(low for _, _, low in spots[1:]), spots[-1][2]]
     found = f"M{spots[0][0]:.2f} 0" + "".join(f"V{y:.2f}H{end:.2f}" for (_, y, _), end in zip(spots, ends, strict=True))
     band = "".join(
         f"M{x:.2f} {y:.2f}H{end:.2f}V{low:.2f}H{x:.2f}Z" for (x, y, _), end, low in zip(spots, ends, lows, strict=True)
     )
-    usable = document.cluster.device.usable_bytes
-    limit = f'<path class="limit" d="M{scale.x(usable):.2f} 0V100"/>' if usable <= scale.right else ""
+    limit = f'<path class="limit" d="M{usable:.2f} 0V100"/>' if usable <= 100.0 else ""
     seconds, sizes = _marks(scale.low, scale.high), _marks(scale.left, scale.right, binary=True)
     grid = "".join(f"M0 {scale.y(mark):.2f}H100" for mark in seconds)
     rows = (f'<span class="row" style="top:{scale.y(mark):.2f}%">{in_seconds(mark)}</span>' for mark in seconds)

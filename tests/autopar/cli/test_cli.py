@@ -104,6 +104,7 @@ def test_step_time_against_memory_is_traced_and_every_point_is_a_plan(tmp_path: 
     assert "step time against memory per device: Small on local" in result.stdout and 'type="radio"' in html.read_text()
     peaks = [plan.predicted.peak_bytes for plan in plans]
     assert len(plans) > 1 and peaks == sorted(peaks)
+    assert autopar.verify(Small(), plans[0], example_kwargs=small()[1]).verdict == "verified"
     refused = invoke(*words, "--pareto", html)
     assert refused.exit_code == 2 and "it is a file; give the name of a folder" in refused.output
 

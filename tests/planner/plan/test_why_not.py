@@ -90,6 +90,8 @@ def test_it_says_what_memory_turns_the_order_and_what_a_gib_is_worth():
     priced = pinned.why_not({"tensor": 4}, pareto=curve)
     assert priced.seconds_per_gib == curve.seconds_per_gib(curve.points[-1]) > 0
     assert "each MiB less would cost the plan" in str(priced) and "each MiB" not in str(answer)
+    with pytest.raises(InputError, match="the curve is of ResidualMLP on 'local', and the plan of"):
+        tight().why_not({"tensor": 4}, pareto=curve)
 
 
 def test_the_best_recipe_costs_nothing():
