@@ -29,7 +29,7 @@ from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.pinned_space import pinned_space
 from planner.formulation.training import Training
-from planner.plan.plan import Plan, Search, describe, refold, reprice, restage, restore
+from planner.plan.plan import Plan, describe_search, refold, reprice, restage, restore
 from planner.search.advice import Request, search_or_advise
 from planner.search.search import GAP, TIME_LIMIT_S
 from planner.search.search_context import Progress
@@ -141,18 +141,8 @@ def plan_traced(
         max_axes=max_axes,
     )
     found = search_or_advise(request, progress)
-    transfer_schedules, predicted = found.planned_step
-    seen = tuple(candidate.facts() for candidate in found.evaluated)
-    seconds, unseen = {"capture": traced.capture_s, **found.seconds}, len(found.candidates) - len(seen)
-    return describe(
-        found.assignment,
-        traced.facts,
-        pins.to_dict(),
-        predicted,
-        Search(found.status, found.gap, seconds, seen, unseen, max_axes, time_limit_s, found.left_out),
-        found.staged,
-        transfer_schedules,
-    )
+    seconds = {"capture": traced.capture_s}
+    return describe_search(found, traced.facts, pins.to_dict(), seconds, max_axes, time_limit_s)
 
 
 def evaluate(

@@ -127,6 +127,11 @@ class Searched:
         gap = 1 - bound_s / self.evaluation.time_s if self.evaluation.time_s else 0.0
         return replace(self, status="feasible", gap=gap) if gap > PROVED else self
 
+    def bounded(self, bound_s: float) -> Searched:
+        """The same where what is proved, by other means too, is that no plan is faster than this."""
+        gap = max(0.0, 1 - bound_s / self.evaluation.time_s) if self.evaluation.time_s else 0.0
+        return replace(self, status="feasible" if gap > PROVED else "optimal", gap=gap if gap > PROVED else 0.0)
+
     def working_set(self) -> WorkingSet:
         """The largest of the plan; see :func:`planner.analysis.offload.step_timing.largest_working_set`."""
         return largest_working_set(self.recomputing, self.memory, self.staged)

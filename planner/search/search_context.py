@@ -37,10 +37,11 @@ class SearchContext:
 
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
-    ``formulated`` the last space of each configuration, ``laid_on`` that of each mesh, ``paths`` those of the schedule
-    of each pipeline, ``own_bounds`` those of configurations by themselves, ``free_s`` what plans take if memory and
-    waiting cost nothing, by micro-batches, ``typical`` what solves the problem of a typical rank, and ``chains`` those
-    of choices.
+    ``formulated`` the last space of each configuration, ``spaces`` all of them, ``laid_on`` that of each mesh,
+    ``paths`` those of the schedule of each pipeline, ``own_bounds`` those of configurations by themselves, ``free_s``
+    what plans take if memory and waiting cost nothing, by micro-batches, ``typical`` what solves the problem of a
+    typical rank, and ``chains`` those of choices. A plan may take ``memory_bytes`` of a device; ``None``: all that it
+    can use.
     """
 
     cost: CostModel
@@ -61,12 +62,24 @@ class SearchContext:
     free_s: dict[object, dict[int, float]] = field(default_factory=dict)
     typical: dict[Space, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     chains: dict[tuple[Space, tuple[int, ...]], tuple[Link, ...]] = field(default_factory=dict)
+    spaces: dict[tuple[DecisionGraph, ParallelConfig, Training], Space] = field(default_factory=dict)
     stored: StoredLayouts | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of a device that a plan may take: ``memory_bytes``, or all that it can use."""
+        return self.cost.cluster.device.usable_bytes if self.memory_bytes is None else self.memory_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """Memory that a plan may fill by the search's own reckoning, ``spare_bytes`` less than a device has."""
-        return self.cost.cluster.device.usable_bytes - self.spare_bytes
+        """Memory that a plan may fill by the search's own reckoning, ``spare_bytes`` less than it may take."""
+        return self.usable_bytes - self.spare_bytes
+
+    def within(self, memory_bytes: int, deadline: float) -> SearchContext:
+        """The same search within other memory: what does not depend on it stays known."""
+        seconds = {"build": 0.0, "solve": 0.0}
+        return replace(self, memory_bytes=memory_bytes, deadline=deadline, seconds=seconds, own_bounds={}, typical={})
 
     def labels(self, decision_graph: DecisionGraph, label: str) -> Labels:
         """:func:`planner.formulation.constraints.labels.label_blocks`, found once."""
@@ -77,6 +90,9 @@ class SearchContext:
     def formulate(self, decision_graph: DecisionGraph, config: ParallelConfig) -> Space:
         """Every decision to take in one configuration."""
         mesh, graph = config.mesh, decision_graph.graph
+        key = decision_graph, config, self.training
+        if key in self.spaces:
+            return self.spaces[key]
         kept = filters(self.pins, graph, self.rules, mesh, partial(self.labels, decision_graph))
         if self.stored is not None:
             kept = kept[0], self.stored.allow_leaf(mesh)
@@ -97,6 +113,7 @@ class SearchContext:
             raise PinError(
                 f"the pins leave no way to run {space.describe(empty[0])} on mesh {mesh.sizes}; relax one of them"
             )
+        self.spaces[key] = space
         return space
 
     def bounds(self, decision_graph: DecisionGraph, config: ParallelConfig) -> PipelineBounds:

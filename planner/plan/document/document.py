@@ -15,6 +15,7 @@ from planner.analysis.offload.chunks import SAVED
 from planner.analysis.pipeline.staged import MicroBatchTimes
 from planner.analysis.prediction import Prediction
 from planner.base.errors import PlanError
+from planner.base.formatting import in_bytes
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Certificate, certify, of_part
@@ -53,7 +54,8 @@ class Search:
     the bound, see :class:`planner.search.candidates.Candidate`. ``unseen`` further ones were not looked at; they
     count in the gap. Meshes of more than ``max_axes`` axes were no candidates. ``time_limit_s`` is what the search
     could have taken after capture; ``None`` if that is not known. ``left_out`` says what was not searched, and why,
-    see :mod:`planner.search.left_out`.
+    see :mod:`planner.search.left_out`. ``limit_bytes`` is the memory within which it is the best, where a
+    device has more.
     """
 
     status: str
@@ -64,6 +66,7 @@ class Search:
     max_axes: int = MAX_AXES
     time_limit_s: float | None = None
     left_out: str = ""
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -169,8 +172,17 @@ class Document:
 
     @property
     def qualified(self) -> str:
-        """What the word optimal is to be taken with, since the search decided nothing about it; empty: nothing."""
-        return "but for operators that no table knows" if self.unknown_share > WEIGHS else ""
+        """What the word optimal is to be taken with: less memory than there is, and what the search decided nothing
+        about; empty: nothing.
+        """
+        unknown = "but for operators that no table knows" if self.unknown_share > WEIGHS else ""
+        return " ".join(filter(None, (self.limited, unknown)))
+
+    @property
+    def limited(self) -> str:
+        """Within which memory the plan is the best, where a device has more; empty: within all."""
+        limit_bytes = self.search.limit_bytes
+        return "" if limit_bytes is None else f"within {in_bytes(limit_bytes)} a device"
 
     @property
     def sizes(self) -> dict[str, int]:

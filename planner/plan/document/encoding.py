@@ -162,9 +162,9 @@ def decode(data: Any) -> dict[str, Any]:
 
 
 def _search(search: Search) -> dict[str, Any]:
-    """What the search did as JSON; nothing left out is not said."""
+    """What the search did as JSON; nothing left out, and no limit but the device's, are not said."""
     found = {**asdict(search), "candidates": list(search.candidates)}
-    return {name: value for name, value in found.items() if value or name != "left_out"}
+    return {name: value for name, value in found.items() if value or name not in ("left_out", "limit_bytes")}
 
 
 def _prediction(predicted: Prediction) -> dict[str, Any]:

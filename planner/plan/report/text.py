@@ -81,6 +81,7 @@ def _head(document: Document) -> str:
     predicted, search, device = document.predicted, document.search, document.cluster.device
     proven = f" {document.qualified}" if document.qualified else ""
     proof = proven if search.status == "optimal" else f", at most {search.gap * 100:.1f} % from the best"
+    proof += f" {document.limited}" if search.status != "optimal" and document.limited else ""
     if document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
         proof += " by arithmetic alone"
     steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in search.seconds.items())
