@@ -21,7 +21,6 @@ from planner.formulation.remat.levels import Levels
 from planner.formulation.search_space import Space
 from planner.formulation.stage_costs import StageCosts
 from planner.formulation.training import Training
-from planner.ir.layout import Mesh
 from planner.ops.sharding_rule import Rule
 from planner.search.parallel_config import ParallelConfig, pipelines_of, schedules
 from planner.search.pipeline_bounds import PipelineBounds, least_send_s
@@ -37,11 +36,10 @@ class SearchContext:
 
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
-    ``formulated`` the last space of each configuration, ``spaces`` all of them, ``laid_on`` that of each mesh,
-    ``paths`` those of the schedule of each pipeline, ``own_bounds`` those of configurations by themselves, ``free_s``
-    what plans take if memory and waiting cost nothing, by micro-batches, ``typical`` what solves the problem of a
-    typical rank, and ``chains`` those of choices. A plan may take ``memory_bytes`` of a device; ``None``: all that it
-    can use.
+    ``formulated`` the last space of each configuration, ``spaces`` all of them, ``paths`` those of the schedule of each
+    pipeline, ``own_bounds`` those of configurations by themselves, ``free_s`` what plans take if memory and waiting
+    cost nothing, by micro-batches, ``typical`` what solves the problem of a typical rank, and ``chains`` those of
+    choices. A plan may take ``memory_bytes`` of a device; ``None``: all that it can use.
     """
 
     cost: CostModel
@@ -56,7 +54,6 @@ class SearchContext:
     gap: float = 0.0
     known: dict[str, Labels] = field(default_factory=dict)
     formulated: dict[ParallelConfig, Space] = field(default_factory=dict)
-    laid_on: dict[Mesh, Space] = field(default_factory=dict)
     paths: dict[Pipeline, Paths] = field(default_factory=dict)
     own_bounds: dict[ParallelConfig, PipelineBounds] = field(default_factory=dict)
     free_s: dict[object, dict[int, float]] = field(default_factory=dict)
@@ -105,9 +102,9 @@ class SearchContext:
             *kept,
             decision_graph,
             config.pace(self.pins.schedule),
-            like=self.laid_on.get(mesh),
+            like=next((space for each, space in self.formulated.items() if each.mesh == mesh), None),
         )
-        self.formulated[config] = self.laid_on[mesh] = space
+        self.formulated[config] = space
         empty = [variable for variable, options in space.options.items() if not options]
         if empty:
             raise PinError(
