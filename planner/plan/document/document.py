@@ -33,6 +33,7 @@ from planner.search.parallel_config import ParallelConfig
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import simulate
 from planner.solve.transfers import TransferSchedule
+from planner.tables.tables_plan import TablesPlan
 
 EVALUATE = "autopar.evaluate(model, plan, example_kwargs=batch), with the loss_fn it was made with, if any"
 WITHOUT_GRAPH = (
@@ -138,6 +139,7 @@ class Document:
         notes: what of it may not have been meant, see :mod:`planner.plan.document.notes`.
         recorded: the details that a file brought along.
         rebinding: of a plan that was made of another one's decisions, of which; ``None``: it was searched for.
+        tables: where embedding tables lie that were placed; ``None``: all are decided as any other operator.
         assignment: the decisions themselves, where the plan was made in this process, as ``decided``; not part of the
             file, nor of what :func:`dataclasses.replace` makes of a plan, since that may decide otherwise.
     """
@@ -164,6 +166,7 @@ class Document:
     offload: Offload = "none"
     recorded: Account | None = field(default=None, compare=False, repr=False)
     rebinding: Rebinding | None = None
+    tables: TablesPlan | None = None
     assignment: Assignment | None = field(default=None, init=False, compare=False, repr=False)
     decided: InitVar[Assignment | None] = None
 

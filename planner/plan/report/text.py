@@ -97,6 +97,7 @@ def _head(document: Document) -> str:
         *(_stages(document) if document.pipeline is not None and document.pipeline.ranks > 1 else []),
         *([("outputs", in_paragraph(outputs(document)))] if document.discards else []),
         *([("offload", in_paragraph(offloads(document)))] if document.transfer_schedules else []),
+        *([("tables", in_paragraph(str(document.tables)))] if document.tables is not None else []),
         *([("without", in_paragraph(document.search.left_out))] if document.search.left_out else []),
         *([("dtypes", in_paragraph(said))] if (said := dtypes(document)) else []),
         ("step", in_seconds(predicted.step_time_s)),
