@@ -383,7 +383,7 @@ def counts(node: Node, assignment: Assignment) -> bool:
     if not isinstance(target, Ref) or "float" in assignment.space.graph.type_of(target).dtype:
         return False
     axes = zip(assignment.choice(node).axes, assignment.space.mesh.names, strict=True)
-    return any(strategy.way in form.groups["token_groups"] for strategy, name in axes if name == MICRO)
+    return any(strategy.sharded in form.groups["token_groups"] for strategy, name in axes if name == MICRO)
 
 
 def is_param(assignment: Assignment, ref: Ref) -> bool:

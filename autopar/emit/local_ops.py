@@ -76,7 +76,7 @@ class LocalCall:
 
     def sharded(self, ways: tuple[str, ...]) -> tuple[int, ...]:
         """Axes on which a factor is sharded in one of ``ways``, major first."""
-        return tuple(i for i, s in enumerate(self.choice.axes) if s.way in ways and self.mesh.axes[i].size > 1)
+        return tuple(i for i, s in enumerate(self.choice.axes) if s.sharded in ways and self.mesh.axes[i].size > 1)
 
     def groups(self, axes: tuple[int, ...]) -> tuple[fx.Node, ...]:
         return tuple(self.group(axis) for axis in axes)

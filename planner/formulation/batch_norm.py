@@ -20,12 +20,12 @@ COUNTER = "num_batches_tracked"
 
 def may_be_by_micro_batch(rule: Rule) -> bool:
     """Whether an operator normalises by statistics of the batch, which may be those of a micro-batch."""
-    return any(way.by_micro_batch for ways in rule.special.values() for way in ways)
+    return any(way.by_micro_batch for ways in rule.ways.values() for way in ways)
 
 
 def is_by_micro_batch(rule: Rule, strategy: AxisStrategy) -> bool:
     """Whether a strategy on the axis of micro-batches finds statistics of each by itself."""
-    return strategy.outer == 1 and any(way.by_micro_batch for way in rule.variants(strategy.factor))
+    return strategy.outer == 1 and any(way.by_micro_batch for way in rule.ways_of(strategy.factor))
 
 
 def check_batch_norm(graph: Graph, rules: Mapping[str, Rule]) -> None:

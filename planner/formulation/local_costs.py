@@ -18,11 +18,12 @@ from planner.formulation.strategies import Choice
 from planner.formulation.training import Tier, Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
-from planner.ops import OPS, load
+from planner.ops import OPS
 from planner.ops.attention import is_causal
 from planner.ops.memory_traffic import MemoryTraffic
 from planner.ops.saved_tensors import is_own, own_bytes, saved_tensors
 from planner.ops.sharding_rule import Inner, Rule
+from planner.ops.table import Share
 from planner.solve.problem import Floats, Ints
 
 Mask = NDArray[np.bool_]
@@ -168,8 +169,8 @@ class LocalCosts:
         types, on_cpu, sizes = self.graph.input_types(node), self.cost.cluster.on_cpu, self._sizes(node, choice)
         kept = (saved for saved in saved_tensors(node, types, on_cpu) if is_own(saved))
         kept = (saved for saved in kept if saved.kind != "copy")  # operands, which are counted, stand for copies
-        shared_by = choice.shares(self.mesh), self.cost.cluster.expert_imbalance or 1.0
-        return sum(own_bytes(saved, node, types, sizes, on_cpu, *shared_by) for saved in kept)
+        share = self.share(choice)
+        return sum(own_bytes(saved, node, types, sizes, on_cpu, share) for saved in kept)
 
     def storage(self, node: Node, layout: Layout) -> tuple[float, int]:
         """Seconds once a step for one leaf, to update and to move it, and the bytes of it that a device always holds:
@@ -271,7 +272,7 @@ class LocalCosts:
                         local[place, id(layout)] = local_shape(operands[place].shape, layout, sizes) or ()
                     shapes.append(local[place, id(layout)])
                 share = math.prod([size for size, strategy in zip(sizes, choice.axes, strict=True) if strategy.factor])
-                busiest = flops / share * self.load(node, choice)
+                busiest = flops / share * self.load(choice)
                 key = (id(rule), tuple(shapes), bytes_moved, busiest, traffic.starts)
                 if key not in self._known.computed:
                     self._known.computed[key] = self._compute(node, traffic, shapes, bytes_moved, busiest)
@@ -285,12 +286,16 @@ class LocalCosts:
             return 0.0, 0.0
         inner = {"forward": 0.0, "backward": 0.0}
         for axis, call, bytes_in in self.inner_calls(rule, choice, any(t.grad for t in node.results)):
-            inner[call.phase] += self.collective_s(call.kind, axis, bytes_in) * self.load(node, choice)
+            inner[call.phase] += self.collective_s(call.kind, axis, bytes_in) * self.load(choice)
         return inner["forward"], inner["backward"]
 
-    def load(self, node: Node, choice: Choice) -> float:
+    def load(self, choice: Choice) -> float:
         """What the busiest rank has of an operator's work over the average, as the cluster states it."""
-        return load(node.op, (strategy.way for strategy in choice.axes), self.cost.cluster.expert_imbalance)
+        return (self.cost.cluster.expert_imbalance or 1.0) if any(each.way.uneven for each in choice.axes) else 1.0
+
+    def share(self, choice: Choice) -> Share:
+        """How much of an operator the busiest rank has."""
+        return Share(choice.shares(self.mesh), self.load(choice))
 
     def inner_calls(self, rule: Rule, choice: Choice, differentiated: bool) -> Iterator[tuple[Axis, Inner, int]]:
         """The collectives of an operator's local form, on which axis, and the bytes that each rank passes to them;

@@ -6,7 +6,7 @@ and what its backward needs. One module per family holds the rows, ``registry`` 
 operator is a row and nothing else.
 """
 
-from planner.ops.registry import FAMILIES, OPS, attends, drops, load, mixes, passed_places, saved_places
+from planner.ops.registry import FAMILIES, OPS, attends, drops, passed_places, saved_places
 from planner.ops.table import Row
 
-__all__ = ["FAMILIES", "OPS", "Row", "attends", "drops", "load", "mixes", "passed_places", "saved_places"]
+__all__ = ["FAMILIES", "OPS", "Row", "attends", "drops", "passed_places", "saved_places"]

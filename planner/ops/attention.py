@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from planner.ir.graph import Node, TensorType
-from planner.ops.sharding_rule import Rule, Special
+from planner.ops.sharding_rule import FactorWay, Rule
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row
 
@@ -44,7 +44,7 @@ def attention(node: Node, operands: tuple[TensorType, ...]) -> Rule:
         linear=[{2}],
     )
     offset_rows = node["is_causal"] and "query" in rule.sizes
-    return replace(rule, special={"query": (Special(strided=True),)}) if offset_rows else rule
+    return replace(rule, ways={"query": (FactorWay(strided=True),)}) if offset_rows else rule
 
 
 def is_causal(node: Node) -> bool:
@@ -70,6 +70,14 @@ def saves(node: Node, operands: tuple[TensorType, ...]) -> tuple[str, ...]:
 ROWS: dict[str, Row] = {
     **rows(
         "scaled_dot_product_attention",
-        Row(attention, attention_flops, saves=saves, random=True, drops="dropout_p", kernel="attention"),
+        Row(
+            attention,
+            attention_flops,
+            saves=saves,
+            random=True,
+            drops="dropout_p",
+            kernel="attention",
+            labels={"context": "query"},
+        ),
     ),
 }

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from planner.ir.graph import Node, TensorType
-from planner.ops.sharding_rule import Rule, Special
+from planner.ops.sharding_rule import FactorWay, Rule
 from planner.ops.signature import letters, rows, signature, static_int
 from planner.ops.table import Row
 
@@ -36,7 +36,7 @@ def convolution(node: Node, operands: Operands) -> Rule:
         addends=addends,
         linear=[{0, *addends}, {1, *addends}],
     )
-    return replace(rule, special={"g": (Special(),)} if groups > 1 else {})
+    return replace(rule, ways={"g": (FactorWay(),)} if groups > 1 else {})
 
 
 def convolution_flops(node: Node, operands: Operands, rule: Rule) -> int:

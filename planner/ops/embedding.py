@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import I
-from planner.ops.sharding_rule import Inner, Rule, Special
+from planner.ops.sharding_rule import FactorWay, Inner, Rule
 from planner.ops.signature import letters, rows, signature, static_int
 from planner.ops.table import Row
 
@@ -25,7 +25,7 @@ def embedding(node: Node, operands: Operands) -> Rule:
     counts_globally = node["scale_grad_by_freq"] or node["sparse"]
     whole = ["v", "h", *index] if counts_globally else ()
     rule = signature(node, operands, [["v", "h"], index], [[*index, "h"]], whole=whole, linear=[{0}])
-    return replace(rule, special={"v": (Special(),)} if "v" in rule.sizes else {})
+    return replace(rule, ways={"v": (FactorWay(),)} if "v" in rule.sizes else {})
 
 
 def embedding_bag(node: Node, operands: Operands) -> Rule:
@@ -48,16 +48,16 @@ def embedding_bag(node: Node, operands: Operands) -> Rule:
         whole |= {"v", "h", "b", "l", "n"}
     linear = [] if mode == MAX else [{0}, *({place} for place in scales)]
     rule = signature(node, operands, ins, [["b", "h"]], whole=whole, linear=linear)
-    special = {"v": Special()}
+    ways = {"v": FactorWay()}
     if mode == MAX:
         pooled = tuple(name for name in ("b", "h") if name in rule.sizes)
         largest = Inner("all_reduce", pooled, operands[0].item_bytes)
-        special["v"] = Special(results={0: I}, inner=(largest, replace(largest, item_bytes=8)))
+        ways["v"] = FactorWay(results={0: I}, inner=(largest, replace(largest, item_bytes=8)))
     if not in_rows:
         bags = tuple(name for name in ("b",) if name in rule.sizes)
         counts = (Inner("all_reduce", bags, 8),) if mode == MEAN and has_padding else ()
-        special["n"] = Special(inner=counts)
-    return replace(rule, special={name: (each,) for name, each in special.items() if name in rule.sizes})
+        ways["n"] = FactorWay(inner=counts)
+    return replace(rule, ways={name: (each,) for name, each in ways.items() if name in rule.sizes})
 
 
 def embedding_slabs(node: Node, operands: Operands) -> Rule:
@@ -68,7 +68,7 @@ def embedding_slabs(node: Node, operands: Operands) -> Rule:
     """
     ins = [["slab", "r", "h"], ["b", "slab", "c"], ["slab", "t"]]
     rule = signature(node, operands, ins, [["b", "slab", "t", "h"]], whole=["c", "t"], linear=[{0}])
-    return replace(rule, special={"r": (Special(),)} if "r" in rule.sizes else {})
+    return replace(rule, ways={"r": (FactorWay(),)} if "r" in rule.sizes else {})
 
 
 def checked_ids(node: Node, operands: Operands) -> Rule:
@@ -86,6 +86,8 @@ def _saves(node: Node, operands: Operands) -> tuple[str, ...]:
 ROWS: dict[str, Row] = {
     **rows("embedding", Row(embedding, saves=("in1",), kernel="embedding", looks_up="rows")),
     "autopar.embedding_bag.default": Row(embedding_bag, saves=_saves, kernel="embedding", looks_up="rows"),
-    "autopar.embedding_slabs.default": Row(embedding_slabs, saves=("in1", "in2"), kernel="embedding", looks_up="rows"),
+    "autopar.embedding_slabs.default": Row(
+        embedding_slabs, saves=("in1", "in2"), kernel="embedding", looks_up="rows", labels={"table": "slab"}
+    ),
     "autopar.checked_ids.default": Row(checked_ids, kernel="copy"),
 }

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import Shard
-from planner.ops.sharding_rule import MECHANICAL, Inner, Rule, Special
+from planner.ops.sharding_rule import MECHANICAL, FactorWay, Inner, Rule
 from planner.ops.signature import signature
-from planner.ops.table import Row
+from planner.ops.table import Between, Row, Share
 
 Operands = tuple[TensorType, ...]
 
 DISPATCH = "dispatch"
 """The way to shard tokens and experts on one axis: tokens go to where their experts are."""
 COUNT_BYTES = 8
-
-UNEVEN = ("e", f"t.{DISPATCH}")
-"""The ways to run on an axis whose ranks have as many rows as tokens go to their experts."""
 
 X, INDICES, WEIGHTS, UP, DOWN = range(5)
 """Places of its operands; biases follow."""
@@ -58,14 +55,15 @@ def experts(node: Node, operands: Operands) -> Rule:
     rows = Inner("all_to_all", ("t",) if "t" in rule.sizes else (), operands[X].item_bytes, each, shared=("e",))
     back, trained = replace(rows, phase="backward"), [tensor.grad for tensor in operands]
     gradients = (back,) * (any((trained[X], *trained[UP:])) + trained[X])
-    dispatch = Special(
+    dispatch = FactorWay(
+        DISPATCH,
         operands={place: Shard(0) for place in range(UP, len(operands))},
         inner=(counts, rows, rows, *gradients),
         strided=True,
-        name=DISPATCH,
+        uneven=True,
     )
-    ways = {"e": (Special(),), "t": (*MECHANICAL, dispatch)}
-    return replace(rule, special={name: ways[name] for name in ways.keys() & rule.sizes.keys()})
+    ways = {"e": (FactorWay(uneven=True),), "t": (MECHANICAL, dispatch)}
+    return replace(rule, ways={name: ways[name] for name in ways.keys() & rule.sizes.keys()})
 
 
 def flops(node: Node, operands: Operands, rule: Rule) -> int:
@@ -75,32 +73,17 @@ def flops(node: Node, operands: Operands, rule: Rule) -> int:
 
 
 @dataclass(frozen=True)
-class RowsBetween:
-    """The rows that the experts of one rank work on, if every expert gets as many.
-
-    Args:
-        types: of the operands.
-        shares: how many ranks, or micro-batches, share each factor, and how many do so in a way that has a name.
-        imbalance: how many the busiest rank has over the average, where ranks share experts.
-    """
+class _Rows:
+    """The rows that the experts of one rank work on: one for each token and each of its experts that are there."""
 
     node: Node
     types: Sequence[TensorType]
-    shares: Mapping[str, int]
-    imbalance: float = 1.0
+    share: Share
 
     @property
     def count(self) -> int:
-        """One for each token and each of its experts that are here."""
-        average = self.types[INDICES].numel // (self.shares.get("t", 1) * self.shares.get("e", 1))
-        return (
-            average if self.imbalance == 1 or self.shares.keys().isdisjoint(UNEVEN) else round(average * self.imbalance)
-        )
-
-    @property
-    def hidden(self) -> int:
-        """Hidden features of an expert on this rank."""
-        return self.types[DOWN].shape[1 if self.node["transposed"] else 2] // self.shares.get("f", 1)
+        average = self.types[INDICES].numel // (self.share.parts.get("t", 1) * self.share.parts.get("e", 1))
+        return round(average * self.share.load)
 
     @property
     def features_bytes(self) -> int:
@@ -110,13 +93,12 @@ class RowsBetween:
     @property
     def hidden_bytes(self) -> int:
         """Of one hidden feature tensor."""
-        return self.count * self.hidden * self.types[UP].item_bytes
+        hidden = self.types[DOWN].shape[1 if self.node["transposed"] else 2] // self.share.parts.get("f", 1)
+        return self.count * hidden * self.types[UP].item_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept for backward: what enters the first product and leaves the second, what lies between, its weight
-        and where it goes.
-        """
+        """What enters the first product and leaves the second, what lies between, its weight and where it goes."""
         gated, keeps_result = self.node["gate"] != "none", self.node["activation"] in ("relu", "sigmoid", "tanh")
         # Gate and up, the activation, their product; clamped, shifted and sigmoids are tensors of their own.
         between = 4 + (2 if self.node["limit"] else 1 if self.node["offset"] else 0) if gated else 2 - keeps_result
@@ -124,20 +106,25 @@ class RowsBetween:
         each = self.types[WEIGHTS].item_bytes + self.types[INDICES].item_bytes
         return 2 * self.features_bytes + between * self.hidden_bytes + each * self.count
 
-    def scratch_bytes(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """What is needed beside while it runs: forward rows that are weighted and put in their places; backward, before
-        there is any gradient of an operand, what it multiplies weights and rows by, and these.
 
-        Args:
-            sizes: bytes of its operands on this rank.
-        """
-        gradients = sum(size for size, tensor in zip(sizes, self.types, strict=False) if tensor.grad)
-        forward = self.features_bytes * (1 + self.shares.get("e", 1))
-        return forward, max(0, 3 * self.features_bytes - gradients)
+def between(node: Node, types: Sequence[TensorType], sizes: Sequence[int], share: Share) -> Between:
+    """What experts have of their rows: kept for backward; forward, rows that are weighted and put in their places;
+    backward, before there is any gradient of an operand, what it multiplies weights and rows by, and these.
+    """
+    rows, gradients = _Rows(node, types, share), sum(b for b, tensor in zip(sizes, types, strict=False) if tensor.grad)
+    forward = rows.features_bytes * (1 + share.parts.get("e", 1))
+    return Between(rows.kept_bytes, forward, max(0, 3 * rows.features_bytes - gradients))
 
 
 ROWS: dict[str, Row] = {
     "autopar.experts.default": Row(
-        experts, flops, saves=("in3", "in4", "between"), contracts=True, kernel="other", anew=True
+        experts,
+        flops,
+        saves=("in3", "in4", "between"),
+        contracts=True,
+        kernel="other",
+        anew=True,
+        between=between,
+        labels={"expert": "e"},
     ),
 }

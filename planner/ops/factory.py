@@ -13,7 +13,7 @@ from dataclasses import replace
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import R
 from planner.ops.elementwise import pointwise
-from planner.ops.sharding_rule import Rule, Special
+from planner.ops.sharding_rule import FactorWay, Rule
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row
 
@@ -35,7 +35,7 @@ def like_operand(node: Node, operands: Operands) -> Rule:
     names = letters(len(result.shape))
     rule = signature(node, operands, [lent], [names], whole=names)
     return replace(
-        rule, special={name: (Special(results={0: R}, strided=True),) for name in rule.sizes.keys() - rule.whole}
+        rule, ways={name: (FactorWay(results={0: R}, strided=True),) for name in rule.sizes.keys() - rule.whole}
     )
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from planner.ir.graph import Node, TensorType
-from planner.ops.sharding_rule import Dims, Rule, Special
+from planner.ops.sharding_rule import Dims, FactorWay, Rule
 from planner.ops.table import Row, Saved
 
 PREFIX = "function."
@@ -49,7 +49,7 @@ def function(node: Node, operands: Operands) -> Rule:
         operands=tuple(tensors[: len(operands)]),
         results=tuple(tensors[len(operands) :]),
         whole=frozenset(whole),
-        special={name: (Special(strided=False),) for name in sizes},
+        ways={name: (FactorWay(strided=False),) for name in sizes},
         terms=not any(t.grad for t in node.results) or bool(node["terms"]),
     )
 

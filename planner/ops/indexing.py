@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from planner.ir.graph import Node, TensorType
-from planner.ops.sharding_rule import Rule, Special
+from planner.ops.sharding_rule import FactorWay, Rule
 from planner.ops.signature import Labels, axis, is_floating, letters, rows, signature, static_ints
 from planner.ops.table import Row, RuleOf
 
@@ -179,7 +179,7 @@ def _with_classes(node: Node, operands: Operands) -> list[str]:
 
 def _of_classes(rule: Rule) -> Rule:
     """The rule with a local form where classes are sharded."""
-    return replace(rule, special={"classes": (Special(),)} if "classes" in rule.sizes else {})
+    return replace(rule, ways={"classes": (FactorWay(),)} if "classes" in rule.sizes else {})
 
 
 def _looked_up(node: Node, names: list[str]) -> tuple[list[str], list[str]]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import I
 from planner.ops.contraction import every_operand
-from planner.ops.sharding_rule import Inner, Rule, Special
+from planner.ops.sharding_rule import FactorWay, Inner, Rule
 from planner.ops.signature import is_floating, letters, rows, signature
 from planner.ops.table import Row
 
@@ -40,8 +40,8 @@ def by_class(node: Node, operands: Operands) -> Rule:
     if soft or node["reduction"] != MEAN:
         return rule
     denominator = Inner("all_reduce", (), max(4, weight[0].item_bytes) if weight else 8)
-    shared = Special(inner=(denominator,), strided=True)
-    return replace(rule, special={name: (shared,) for name in tokens if name in rule.sizes})
+    shared = FactorWay(inner=(denominator,), strided=True)
+    return replace(rule, ways={name: (shared,) for name in tokens if name in rule.sizes})
 
 
 def cross_entropy(node: Node, operands: Operands) -> Rule:
@@ -57,8 +57,8 @@ def cross_entropy(node: Node, operands: Operands) -> Rule:
     tokens = tuple(name for name in rule.sizes if name != "v")
     largest = Inner("all_reduce", tokens, max(4, operands[0].item_bytes))
     sums = replace(largest, count=3 if node["label_smoothing"] else 2)
-    vocabulary = Special(results={0: I}, inner=(largest, sums))
-    return replace(rule, whole=rule.whole - {"v"}, special={**rule.special, "v": (vocabulary,)})
+    vocabulary = FactorWay(results={0: I}, inner=(largest, sums))
+    return replace(rule, whole=rule.whole - {"v"}, ways={**rule.ways, "v": (vocabulary,)})
 
 
 def pointwise(node: Node, operands: Operands) -> Rule:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import I
-from planner.ops.sharding_rule import Inner, Rule, Special
+from planner.ops.sharding_rule import FactorWay, Inner, Rule
 from planner.ops.signature import letters, rows, signature, static_ints
 from planner.ops.table import Row, RuleOf
 
@@ -67,14 +67,14 @@ def batch_norm(node: Node, operands: Operands) -> Rule:
     present = [name for name, value in node.args if isinstance(value, Ref)]
     channels = ("c",) if "c" in rule.sizes else ()
     average = Inner("all_reduce", channels, max(4, operands[0].item_bytes))
-    special = Special(
+    way = FactorWay(
         operands={i: I for i, name in enumerate(present) if name.startswith("running")},
         results=dict.fromkeys(range(1, len(node.results)), I),
         inner=(average, average, replace(average, count=2, phase="backward")),
         strided=True,
         by_micro_batch=True,
     )
-    return replace(rule, special={"n": (special,)})
+    return replace(rule, ways={"n": (way,)})
 
 
 def norm(rule: RuleOf, *saves: str, normalizes: bool = False) -> Row:

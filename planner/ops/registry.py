@@ -5,7 +5,6 @@ The rows of all families become one table, :data:`OPS`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from planner.ir.graph import Node, TensorType
@@ -25,7 +24,7 @@ from planner.ops import (
     reduction,
     reshape,
 )
-from planner.ops.table import BETWEEN, Row
+from planner.ops.table import Row
 
 FAMILIES = (
     elementwise,
@@ -69,20 +68,6 @@ def attends(op: str) -> bool:
     return row is not None and row.kernel == "attention"
 
 
-def mixes(op: str) -> bool:
-    """Whether an operator is a mixture of experts."""
-    return op in experts.ROWS
-
-
-def load(op: str, ways: Iterable[str], imbalance: float | None) -> float:
-    """The work of the busiest rank over the average, of an operator that runs in these ways on the axes of a mesh.
-
-    Args:
-        imbalance: what it is where ranks share experts; ``None``: they get as many rows.
-    """
-    return imbalance or 1.0 if mixes(op) and any(way in experts.UNEVEN for way in ways) else 1.0
-
-
 def drops(node: Node) -> str:
     """The argument that says what share of elements an operator sets to 0 at random; empty where it drops none."""
     row = OPS.get(node.op)
@@ -106,7 +91,7 @@ def saved_places(node: Node, operands: tuple[TensorType, ...], *, own: bool = Fa
     for saved in (*row.saved(node, operands), *(function.holds(node) if own else ())):
         if (place := saved.among(first)) is not None:
             places[place] = None
-        elif own and saved.kind in ("own", "mask", BETWEEN):
+        elif own and saved.kind in ("own", "mask", "between"):
             places[0] = None
         elif own and (kept := function.kept(saved, node)) is not None and kept[1] >= 1:
             places[kept[0]] = None

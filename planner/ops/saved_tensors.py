@@ -7,15 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from planner.ir.graph import Node, TensorType
 from planner.ops import OPS
-from planner.ops.experts import RowsBetween
 from planner.ops.function import kept
-from planner.ops.table import BETWEEN, Saved
+from planner.ops.table import Saved, Share
 
 FLASH = (Saved("out"), Saved("rows"))
 """What a flash kernel keeps of attention, and one that keeps scores does not."""
@@ -56,8 +54,7 @@ def own_bytes(
     types: Sequence[TensorType],
     sizes: Sequence[int],
     on_cpu: bool,
-    shares: Mapping[str, int] = MappingProxyType({}),
-    imbalance: float = 1.0,
+    share: Share,
 ) -> int:
     """Bytes of what an operator keeps besides its operands and results, see :func:`is_own`.
 
@@ -65,10 +62,11 @@ def own_bytes(
         types: of its operands.
         sizes: bytes of its tensors on one rank: operands, then results.
         on_cpu: whether it runs on a CPU.
-        shares, imbalance: as of :class:`planner.ops.experts.RowsBetween`.
+        share: how much of it the rank has.
     """
-    if saved.kind == BETWEEN:
-        return RowsBetween(node, types, shares, imbalance).kept_bytes
+    row = OPS.get(node.op)
+    if saved.kind == "between" and row is not None and row.between is not None:
+        return row.between(node, types, sizes, share).kept
     like = kept(saved, node)
     if like is not None:
         place, each = like
@@ -104,27 +102,27 @@ def beside(
     types: Sequence[TensorType],
     sizes: Sequence[int],
     on_cpu: bool,
-    shares: Mapping[str, int] = MappingProxyType({}),
-    imbalance: float = 1.0,
+    share: Share,
 ) -> ScratchBytes:
-    """What experts, and attention that keeps scores, need while they run.
+    """What operators that are made of several, and attention that keeps scores, need while they run.
 
     Operands of attention are taken to be heads that lie side by side. It scales query and key, copies both and the
     value for products of batches, and holds the scaled query to the end. A softmax is beside the scores, and in
     backward the gradients of both are.
 
     Args:
-        types, sizes, on_cpu, shares, imbalance: as in :func:`own_bytes`.
+        types, sizes, on_cpu, share: as in :func:`own_bytes`.
     """
     row = OPS.get(node.op)
-    if row is not None and Saved(BETWEEN) in row.saved(node, tuple(types)):
-        return ScratchBytes(*RowsBetween(node, types, shares, imbalance).scratch_bytes(sizes))
+    if row is not None and row.between is not None:
+        found = row.between(node, types, sizes, share)
+        return ScratchBytes(found.forward, found.backward)
     if row is None or not on_cpu or SCORES not in row.saved(node, tuple(types)):
         return ScratchBytes()
     drops, scores, wide = bool(node["dropout_p"]), _scores_bytes(types, sizes), _wide(types) // types[0].item_bytes
     query, key, value, result = (wide * sizes[at] for at in (0, 1, 2, len(types)))
     kept_ = (saved for saved in saved_tensors(node, tuple(types), on_cpu) if is_own(saved))
-    counted = sum(own_bytes(saved, node, types, sizes, on_cpu) for saved in kept_) + result // wide
+    counted = sum(own_bytes(saved, node, types, sizes, on_cpu, share) for saved in kept_) + result // wide
     at_end = 2 * query + key + value + (3 if drops else 1) * scores + result
     at_softmax = 2 * query + key + 2 * scores + scores // _wide(types)
     gradients = sum(size for size, tensor in zip(sizes, types, strict=False) if tensor.grad)

@@ -35,24 +35,29 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Special:
-    """A way to shard a factor where the mechanical types do not hold, or not alone.
+class FactorWay:
+    """A way to shard a factor: most need only what follows from where it lies in the tensors (:data:`MECHANICAL`).
 
-    ``name`` tells it from other ways to shard the same factor. ``operands``/``results`` give local types where they
-    differ from the mechanical ones (by position). ``strided`` says that the local form also holds when each rank has
-    several strips of the factor. ``by_micro_batch`` says that a micro-batch may do without what the others share, where
-    a pin asks for that: it is another computation then (batch norm).
+    Attributes:
+        name: tells it from other ways to shard the same factor.
+        operands, results: local types where they differ from those that follow, by position.
+        inner: collectives of the operator's local form.
+        strided: the local form also holds when each rank has several strips of the factor.
+        by_micro_batch: a micro-batch may do without what the others share, where a pin asks for that: it is another
+            computation then (batch norm).
+        uneven: how much each rank has to do is known in the step alone.
     """
 
-    operands: Mapping[int, LocalType] = field(default_factory=dict)
-    results: Mapping[int, LocalType] = field(default_factory=dict)
+    name: str = ""
+    operands: Mapping[int, LocalType] = field(default_factory=dict, hash=False)
+    results: Mapping[int, LocalType] = field(default_factory=dict, hash=False)
     inner: tuple[Inner, ...] = ()
     strided: bool = False
     by_micro_batch: bool = False
-    name: str = ""
+    uneven: bool = False
 
 
-MECHANICAL = (Special(strided=True),)
+MECHANICAL = FactorWay(strided=True)
 """How a factor is sharded that needs nothing of its own."""
 
 
@@ -67,7 +72,7 @@ class Rule:
         addends: operands that are added to the result; under a contracted factor they must be ``P``.
         linear: sets of operands in which the result is jointly linear while the others stay fixed, so
             that ``P`` on all operands of a set (``R`` on the rest) gives ``P``.
-        special: factors whose sharding needs types or collectives of its own, with every way to shard them.
+        ways: factors whose sharding needs types or collectives of its own, with every way to shard them.
         terms: backward is linear in the gradients of the results, as every derivative is: it may be given terms of a
             sum. Where it is not, it needs them complete.
     """
@@ -78,16 +83,16 @@ class Rule:
     whole: frozenset[str] = frozenset()
     addends: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
-    special: Mapping[str, tuple[Special, ...]] = field(default_factory=dict)
+    ways: Mapping[str, tuple[FactorWay, ...]] = field(default_factory=dict)
     terms: bool = True
 
-    def variants(self, factor: str) -> tuple[Special, ...]:
+    def ways_of(self, factor: str) -> tuple[FactorWay, ...]:
         """The ways to shard a factor."""
-        return self.special.get(factor, MECHANICAL)
+        return self.ways.get(factor, (MECHANICAL,))
 
     def may_stride(self, factor: str) -> bool:
         """Whether ``factor`` may be sharded strip by strip."""
-        return factor not in self.whole and any(way.strided for way in self.variants(factor))
+        return factor not in self.whole and any(way.strided for way in self.ways_of(factor))
 
     def check(self, operand_shapes: tuple[tuple[int, ...], ...], result_shapes: tuple[tuple[int, ...], ...]) -> None:
         """Assert that every dim's factors multiply to its size."""
@@ -101,8 +106,7 @@ class Rule:
 class AxisStrategy:
     """One way to run an operator on one mesh axis: the local type of every operand and result.
 
-    ``factor`` is the factor that is sharded, ``""`` when none is (then ``kind`` says how); ``variant`` is the name of
-    the :class:`Special` that says how it is.
+    ``factor`` is the factor that is sharded, in one of its ways; ``""`` when none is (then ``kind`` says how).
     """
 
     kind: str
@@ -110,20 +114,24 @@ class AxisStrategy:
     outer: int
     operands: tuple[LocalType, ...]
     results: tuple[LocalType, ...]
-    inner: tuple[Inner, ...] = ()
-    variant: str = ""
+    way: FactorWay = MECHANICAL
 
     @property
-    def way(self) -> str:
+    def inner(self) -> tuple[Inner, ...]:
+        """Collectives of the operator's local form."""
+        return self.way.inner
+
+    @property
+    def sharded(self) -> str:
         """The factor and, where it is sharded in a way that has a name, that name: ``t``, ``t.dispatch``."""
-        return f"{self.factor}.{self.variant}" if self.variant else self.factor
+        return f"{self.factor}.{self.way.name}" if self.way.name else self.factor
 
     def __str__(self) -> str:
         if self.kind == "partial" and {*self.operands} != {P}:  # there may be several: says of which operands
             return "partial/" + "+".join(str(i) for i, local_type in enumerate(self.operands) if local_type == P)
         if not self.factor:
             return self.kind
-        return self.way if self.outer == 1 else f"{self.way}/{self.outer}"
+        return self.sharded if self.outer == 1 else f"{self.sharded}/{self.outer}"
 
 
 def find(dims: Dims, factor: str, sizes: Mapping[str, int]) -> tuple[int, int] | None:
@@ -134,9 +142,9 @@ def find(dims: Dims, factor: str, sizes: Mapping[str, int]) -> tuple[int, int] |
     return None
 
 
-def shard_factor(rule: Rule, factor: str, outer: int = 1, variant: str = "") -> AxisStrategy:
-    """The strategy that shards ``factor`` (each of its ``outer`` strips) on an axis, in the way called ``variant``."""
-    special = next(way for way in rule.variants(factor) if way.name == variant)
+def shard_factor(rule: Rule, factor: str, outer: int = 1, way: FactorWay | None = None) -> AxisStrategy:
+    """The strategy that shards ``factor`` (each of its ``outer`` strips) on an axis, in a way of it, or the first."""
+    way = way or rule.ways_of(factor)[0]
 
     def place(dims: Dims, absent: LocalType) -> LocalType:
         found = find(dims, factor, rule.sizes)
@@ -144,11 +152,11 @@ def shard_factor(rule: Rule, factor: str, outer: int = 1, variant: str = "") -> 
 
     contracted = any(find(dims, factor, rule.sizes) is None for dims in rule.results)
     operands = tuple(
-        special.operands.get(i, place(dims, P if contracted and i in rule.addends else R))
+        way.operands.get(i, place(dims, P if contracted and i in rule.addends else R))
         for i, dims in enumerate(rule.operands)
     )
-    results = tuple(special.results.get(i, place(dims, P)) for i, dims in enumerate(rule.results))
-    return AxisStrategy("shard", factor, outer, operands, results, special.inner, variant)
+    results = tuple(way.results.get(i, place(dims, P)) for i, dims in enumerate(rule.results))
+    return AxisStrategy("shard", factor, outer, operands, results, way)
 
 
 def axis_strategies(rule: Rule, size: int, outers: Mapping[str, frozenset[int]] | None = None) -> list[AxisStrategy]:
@@ -165,8 +173,8 @@ def axis_strategies(rule: Rule, size: int, outers: Mapping[str, frozenset[int]] 
             continue
         for outer in sorted((outers or {}).get(factor, frozenset()) | {1}):
             if length % outer == 0 and (length // outer) % size == 0:
-                ways = (way for way in rule.variants(factor) if outer == 1 or way.strided)
-                found += [shard_factor(rule, factor, outer, way.name) for way in ways]
+                ways = (way for way in rule.ways_of(factor) if outer == 1 or way.strided)
+                found += [shard_factor(rule, factor, outer, way) for way in ways]
     for operands in rule.linear:
         types = tuple(P if i in operands else R for i in range(len(rule.operands)))
         found.append(AxisStrategy("partial", "", 1, types, (P,) * len(rule.results)))

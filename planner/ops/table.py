@@ -9,8 +9,8 @@ an operator is adding a row (see ``docs/adding_an_op.md``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -32,11 +32,34 @@ def contraction_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) 
     return 2 * math.prod(rule.sizes.values())
 
 
-BETWEEN = "between"
-OWN = ("own", "mask", "rows", "scores", BETWEEN)
+OWN = ("own", "mask", "rows", "scores", "between")
 """What backward may need besides operands and results: a tensor like the first operand; what was drawn for each of its
 elements; a float32 for each of its rows (along the last dim); attention's scores, where there is no flash kernel; what
-experts make of their rows between."""
+an operator made of several makes between these (:attr:`Row.between`)."""
+
+
+class Share(NamedTuple):
+    """How much of an operator one rank has: one of so many ``parts`` of each factor that is sharded, and its ``load``,
+    how many times the average that is where parts are uneven (:attr:`planner.ops.sharding_rule.FactorWay.uneven`).
+    """
+
+    parts: Mapping[str, int]
+    load: float
+
+
+WHOLE = Share({}, 1.0)
+
+
+class Between(NamedTuple):
+    """Bytes that an operator has on a rank besides operands and results: kept for backward, or only while it runs."""
+
+    kept: int
+    forward: int
+    backward: int
+
+
+BetweenOf = Callable[[Node, Sequence[TensorType], Sequence[int], Share], Between]
+"""Of a node, the types of its operands, the bytes of these on the rank, and how much of it the rank has."""
 
 
 class Saved(NamedTuple):
@@ -106,6 +129,9 @@ class Row:
         numbers: what the numbers in the result are: ``counted`` from ``start`` to ``end``; all those of the operand
             (``kept``), or these with others added (``added``).
         resize: how large dims are that no operand has.
+        between: what it has between the operators that it is made of, where ``saves`` says that it keeps this.
+        labels: by label (:data:`planner.formulation.constraints.labels.LABELS`), the factor that is of it by itself,
+            not because a neighbour's is.
     """
 
     rule: RuleOf
@@ -125,6 +151,8 @@ class Row:
     looks_up: Literal["", "rows", "dims"] = ""
     numbers: Literal["", "counted", "kept", "added"] = ""
     resize: Resize = ""
+    between: BetweenOf | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def saved(self, node: Node, operands: tuple[TensorType, ...]) -> tuple[Saved, ...]:
         """What backward of this application needs."""

@@ -34,6 +34,7 @@ from planner.ops import OPS
 from planner.ops.aliasing import shares
 from planner.ops.attention import is_causal
 from planner.ops.saved_tensors import is_own, own_bytes, saved_tensors
+from planner.ops.table import WHOLE
 
 MOST = 3
 """So many levels a block has between keeping everything and keeping nothing."""
@@ -215,7 +216,7 @@ class _Block:
         types, row = self.graph.input_types(node), OPS.get(node.op)
         if row is not None and row.anew:
             kept = (saved for saved in saved_tensors(node, types, False) if is_own(saved))
-            return sum(own_bytes(saved, node, types, (), False) for saved in kept)
+            return sum(own_bytes(saved, node, types, (), False, WHOLE) for saved in kept)
         return sum(self._bytes(self.backward.tensors[at][place]) for place in self.backward.own_places(at))
 
     def _size(self, at: int) -> int:

@@ -246,7 +246,7 @@ def check_rule(rule: Rule, operands: Sequence[Tensor], results: Sequence[Tensor]
         assert len(factors) == len(set(factors)), f"a factor occurs twice in {dims}"
         used.update(factors)
     assert used == set(rule.sizes), f"factors {used} are used, {set(rule.sizes)} have sizes"
-    assert rule.whole <= used and set(rule.special) <= used, "whole or special factors that do not exist"
+    assert rule.whole <= used and set(rule.ways) <= used, "whole factors, or factors with ways, that do not exist"
     assert 1 not in rule.sizes.values(), f"a dim of size 1 is (), it has no factor: {rule.sizes}"
     for positions in (rule.addends, *rule.linear):
         assert positions <= set(range(len(operands))), f"{positions} are not operands"

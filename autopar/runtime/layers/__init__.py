@@ -38,7 +38,7 @@ class LocalForm:
     Attributes:
         function: takes the operator's arguments as the operator does, and keywords.
         groups: for each keyword that takes process groups, the factors that may be sharded over them, in which way
-            (``AxisStrategy.way``), or (:data:`CONTRACTED`,) for every factor that the first result lacks.
+            (``AxisStrategy.sharded``), or (:data:`CONTRACTED`,) for every factor that the first result lacks.
         strips: for each of these keywords, the one that takes the local strips each group cuts, if the layer
             needs to know.
         takes_op: the function's first argument is the operator.

@@ -126,8 +126,8 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
         return [Value(s, size) for s, size in zip(storages, sizes, strict=True)]
     tape = walk.tape(f"{node.path or node.name}: {node.op}", len(sizes))
     on_cpu, tensors_bytes = walk.space.cost.cluster.on_cpu, [*(value.bytes for value in operands), *sizes]
-    shared_by = choice.shares(walk.mesh), walk.space.cost.cluster.expert_imbalance or 1.0
-    saves, needs = saved_tensors(node, types, on_cpu), beside(node, types, tensors_bytes, on_cpu, *shared_by)
+    share = walk.space.share(choice)
+    saves, needs = saved_tensors(node, types, on_cpu), beside(node, types, tensors_bytes, on_cpu, share)
     tensors = {Saved("in", i): value.storage for i, value in enumerate(operands)}
     if walk.is_away and not all(
         _is_index(saved, types) for saved in (*saves, *holds(node))
@@ -137,7 +137,7 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
     for saved in saves:
         if is_own(saved):
             before = len(tape.saved)
-            size = own_bytes(saved, node, types, tensors_bytes, on_cpu, *shared_by)
+            size = own_bytes(saved, node, types, tensors_bytes, on_cpu, share)
             tape.saved.append(heap.new(f"what {called(node)} keeps", "activations", size))
             if walk.frame is not None:
                 copies = operands if saved == SCORES and size and not is_exact(saved, node) else ()

@@ -32,7 +32,7 @@ from planner.formulation.strategies import Allow
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import MICRO, Axis, I, Layout, Mesh, R, Shard
 from planner.ops import OPS
-from planner.ops.sharding_rule import AxisStrategy, Inner, Rule, Special, axis_strategies, shard_factor
+from planner.ops.sharding_rule import AxisStrategy, FactorWay, Inner, Rule, axis_strategies, shard_factor
 
 
 def filters(
@@ -228,10 +228,10 @@ def _check_strategy(glob: str, rule: Rule, axis: Axis, wanted: str) -> None:
     factor, strips = way.partition(".")[0], int(text) if text.isdecimal() else 0
     lengths: dict[str, int] = {}
     for name in (name for name in rule.sizes if name not in rule.whole):
-        for special in rule.variants(name):
-            may_cut = name == factor and special.strided and strips > 1 and rule.sizes[name] % strips == 0
+        for each in rule.ways_of(name):
+            may_cut = name == factor and each.strided and strips > 1 and rule.sizes[name] % strips == 0
             for outer in (1, strips) if may_cut else (1,):
-                lengths[str(shard_factor(rule, name, outer, special.name))] = _divided(rule, name, outer, special)
+                lengths[str(shard_factor(rule, name, outer, each))] = _divided(rule, name, outer, each)
     whole, where = [str(each) for each in axis_strategies(rule, 1)], f"pin 'layers', {glob!r}, axis {axis.name!r}"
     if wanted not in (*lengths, *whole):
         known = ", ".join(f"{label} ({length})" for label, length in lengths.items())
@@ -246,9 +246,9 @@ def _check_strategy(glob: str, rule: Rule, axis: Axis, wanted: str) -> None:
         )
 
 
-def _divided(rule: Rule, factor: str, strips: int, special: Special) -> int:
+def _divided(rule: Rule, factor: str, strips: int, way: FactorWay) -> int:
     """What the ranks that shard strips of a factor so must divide: their size, and those of dims sharded with them."""
-    others = ((rule.operands[place], t) for place, t in special.operands.items() if isinstance(t, Shard))
+    others = ((rule.operands[place], t) for place, t in way.operands.items() if isinstance(t, Shard))
     sizes = (math.prod(rule.sizes[name] for name in dims[t.dim]) // t.outer for dims, t in others)
     return math.gcd(rule.sizes[factor] // strips, *sizes)
 

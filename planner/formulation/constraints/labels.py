@@ -15,7 +15,7 @@ from planner.formulation.strategies import factor_at, tensors_of
 from planner.ir.folding import fold_off
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import Shard
-from planner.ops import OPS, attends, mixes
+from planner.ops import OPS, attends
 from planner.ops.sharding_rule import AxisStrategy, Rule, find
 
 Place = tuple[int, int]
@@ -41,8 +41,6 @@ class Labels:
 
 
 LabelsOf = Callable[[str], Labels]
-UP = 3
-"""The operand of experts that is their first matrices."""
 KEYS = (1, 2)
 """The operands of attention that are keys and values."""
 
@@ -98,17 +96,22 @@ def at_factors(factors: Callable[[Node, Rule], set[str]]) -> Callable[..., Itera
     return starts
 
 
+def of_rows(label: str) -> Callable[..., Iterator[tuple[Ref, Place]]]:
+    """A label that starts where rows of the op table say so."""
+
+    def factors(node: Node, rule: Rule) -> set[str]:
+        row = OPS.get(node.op)
+        return {row.labels.get(label, "")} & rule.sizes.keys() if row is not None else set()
+
+    return at_factors(factors)
+
+
 def _samples(distinct: DistinctOperators) -> Iterator[tuple[Ref, Place]]:
     """Dim 0 of every input."""
     for leaf in distinct.graph.applying("input"):
         shape = leaf.results[0].shape
         if shape and shape[0] > 1:
             yield distinct.standing_for(Ref(leaf.name)), (0, 1)
-
-
-def _queries(node: Node, rule: Rule) -> set[str]:
-    """The query factor of attention."""
-    return {*rule.operands[0][-2][:1]} if attends(node.op) else set()
 
 
 def _tokens(distinct: DistinctOperators) -> Iterator[tuple[Ref, Place]]:
@@ -126,21 +129,21 @@ def _tokens(distinct: DistinctOperators) -> Iterator[tuple[Ref, Place]]:
 LABELS = {
     "batch": Label(_samples, "batch"),
     "context": Label(
-        at_factors(_queries),
+        of_rows("context"),
         "sequence",
         missing="shards the query sequence of F.scaled_dot_product_attention, and the model never calls it: write "
         "attention with it (Transformers: attn_implementation='sdpa'), or leave out 'context'",
         remedy="change the pin or pad the sequence",
     ),
     "expert": Label(
-        at_factors(lambda node, rule: {*rule.operands[UP][0]} if mixes(node.op) else set()),
+        of_rows("expert"),
         "expert dim",
         missing="shards experts, and the model has none that are known as such: write them with autopar.experts, or "
         "leave out 'expert'",
         remedy="change the pin",
     ),
     "table": Label(
-        at_factors(lambda node, rule: {"slab"} & rule.sizes.keys()),
+        of_rows("table"),
         "slabs of embedding tables",
         missing="shards the slabs of autopar.EmbeddingTables, and the model has none: write its tables with them and "
         "place them (EmbeddingTables.placed), or leave out 'table'",
@@ -209,7 +212,7 @@ def labelled_parts(node: Node, rule: Rule, labels: Labels) -> set[tuple[str, int
 def sharded_parts(rule: Rule, strategy: AxisStrategy) -> set[tuple[str, int]]:
     """The (factor, strips) that a strategy shards: one, and in a way that has a name perhaps more."""
     found = {(strategy.factor, strategy.outer)}
-    if strategy.variant:
+    if strategy.way.name:
         pairs = zip((*rule.operands, *rule.results), (*strategy.operands, *strategy.results), strict=True)
         parts = (factor_at(dims[t.dim], t.outer, rule) for dims, t in pairs if isinstance(t, Shard))
         found |= {part for part in parts if part is not None}

@@ -15,8 +15,8 @@ from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import P, R, Shard
 from planner.ops import OPS
-from planner.ops.experts import RowsBetween
 from planner.ops.sharding_rule import AxisStrategy, Rule, axis_strategies, find, replicated, shard_factor
+from planner.ops.table import WHOLE, Share
 from tests.autopar.sharding_oracle import (
     Call,
     check_row,
@@ -59,7 +59,7 @@ def needs_layer(op: Any, rule: Rule, strategy: AxisStrategy) -> bool:
         return False
     factors = {factor for group in form.groups.values() for factor in group}
     lacking = find(rule.results[0], strategy.factor, rule.sizes) is None
-    return strategy.way in factors or (lacking and CONTRACTED in factors)
+    return strategy.sharded in factors or (lacking and CONTRACTED in factors)
 
 
 def check_mechanical(op: Any, *args: Any, **kwargs: Any) -> set[str]:
@@ -356,6 +356,9 @@ def test_what_experts_keep(form: tuple[Any, ...]) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = EXPERTS(*given, *form)
-    assert RowsBetween(node, types, {}).kept_bytes == sum(kept[memory] for memory in kept.keys() - own)
-    assert RowsBetween(node, types, {"t": 2, "e": 2}).kept_bytes * 4 == RowsBetween(node, types, {}).kept_bytes
+    sizes, between = [tensor.size_bytes for tensor in types], OPS[node.op].between
+    assert between is not None
+    whole = between(node, types, sizes, WHOLE)
+    assert whole.kept == sum(kept[memory] for memory in kept.keys() - own)
+    assert between(node, types, sizes, Share({"t": 2, "e": 2}, 1.0)).kept * 4 == whole.kept
     assert result.requires_grad

@@ -150,7 +150,8 @@ def run_form(call: Call, rule: Rule, strategies: Sequence[AxisStrategy], groups:
         axes = [
             i
             for i, s in enumerate(strategies)
-            if s.way in factors or (factors == (CONTRACTED,) and find(rule.results[0], s.factor, rule.sizes) is None)
+            if s.sharded in factors
+            or (factors == (CONTRACTED,) and find(rule.results[0], s.factor, rule.sizes) is None)
         ]
         keywords[keyword] = tuple(groups[i] for i in axes)
         if keyword in form.strips and axes:

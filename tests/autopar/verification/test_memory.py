@@ -21,6 +21,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Node, TensorType
 from planner.ops.saved_tensors import beside, is_own, own_bytes, saved_tensors
+from planner.ops.table import WHOLE
 from tests.autopar.allocated import changes_during, most_bytes
 from tests.autopar.models import MODELS, Model, llama, text
 
@@ -89,7 +90,7 @@ def test_attention_that_keeps_scores_keeps_what_is_counted(kind: str, dtype: tor
     node, types = attention_of(model, batch)
     found = saved_tensors(node, types, on_cpu=True)
     sizes = [*(tensor.size_bytes for tensor in types), node.results[0].size_bytes]
-    counted = sum(own_bytes(saved, node, types, sizes, on_cpu=True) for saved in found if is_own(saved))
+    counted = sum(own_bytes(saved, node, types, sizes, True, WHOLE) for saved in found if is_own(saved))
     assert counted + sum(sizes[saved.place] for saved in found if saved.kind == "in") == sum(kept.values())
     assert not [saved for saved in found if saved.kind == "out"]
 
@@ -102,9 +103,9 @@ def test_attention_that_keeps_scores_needs_what_is_counted(length: int, rate: fl
     batch = dict(zip(("query", "key", "value"), heads, strict=True))
     node, types = attention_of(model, batch)
     sizes = [*(tensor.size_bytes for tensor in types), node.results[0].size_bytes]
-    needs = beside(node, types, sizes, on_cpu=True)
+    needs = beside(node, types, sizes, True, WHOLE)
     found = [saved for saved in saved_tensors(node, types, on_cpu=True) if is_own(saved)]
-    kept = sum(own_bytes(saved, node, types, sizes, on_cpu=True) for saved in found)
+    kept = sum(own_bytes(saved, node, types, sizes, True, WHOLE) for saved in found)
     results: list[Tensor] = []
     forward = changes_during(lambda: results.append(model(**batch)))
     assert most_bytes(forward) == pytest.approx(kept + sizes[-1] + needs.forward, rel=0.01)
