@@ -12,7 +12,7 @@ import math
 import time
 from dataclasses import replace
 
-from planner.analysis.pipeline.staged import stage
+from planner.analysis.pipeline.staged import QUICK, THOROUGH, stage
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.unsharding import PER_MICRO_BATCH
 from planner.search.candidates import (
@@ -168,7 +168,7 @@ def _proved(context: SearchContext, branch: Branch, best: Incumbent | None) -> B
     solved that.
     """
     branch = replace(_at_prices(context, branch, best, is_proof=True), is_priced=True)
-    return close(branch, best) if is_near(context, branch, best) else _cut(context, branch, best)
+    return close(branch, best) if is_near(context, branch, best) else _cut(context, branch, best, THOROUGH)
 
 
 def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None, is_proof: bool) -> Branch:
@@ -184,16 +184,16 @@ def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None, i
     return replace(branch, candidate=candidate, met=found.choices, likely_s=max(found.expected_s, bound_s))
 
 
-def _cut(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+def _cut(context: SearchContext, branch: Branch, best: Incumbent | None, effort: int = QUICK) -> Branch:
     """A pipeline cut for what solves its relaxation."""
     before = time.monotonic()
     for choices in dict.fromkeys((*reversed(branch.met), *_typical(context, branch))):
-        branch = _with_pipeline(context, branch, choices, best)
+        branch = _with_pipeline(context, branch, choices, best, effort)
         best = better(best, branch)
     if best is None:  # nothing fits so far
         space = branch.space.holding(branch.candidate.config.in_flight)
         light = lightest(space.problem(context.limit_bytes, branch.pareto_frontier.steps[-1]))
-        branch = _with_pipeline(context, branch, light, best)
+        branch = _with_pipeline(context, branch, light, best, effort)
         best = better(best, branch)
     context.took("solve", before)
     branch = replace(branch, is_sought=True)
@@ -211,7 +211,7 @@ def _typical(context: SearchContext, branch: Branch) -> tuple[tuple[int, ...], .
 
 
 def _with_pipeline(
-    context: SearchContext, branch: Branch, choices: tuple[int, ...] | None, best: Incumbent | None
+    context: SearchContext, branch: Branch, choices: tuple[int, ...] | None, best: Incumbent | None, effort: int
 ) -> Branch:
     """The branch with a pipeline of these choices as its plan, if one is found that fits and is faster."""
     if choices is None:
@@ -219,7 +219,7 @@ def _with_pipeline(
     assert branch.pipeline is not None
     links = context.links(branch.space, choices)
     below_s = branch.candidate.objective_s if best is None else min(target_s(best), branch.candidate.objective_s)
-    found = stage(links, [branch.pipeline], context.limit_bytes, below_s)
+    found = stage(links, [branch.pipeline], context.limit_bytes, below_s, effort)
     if found is None:
         return branch
     candidate = replace(branch.candidate.costing(found.evaluation), status="feasible")
