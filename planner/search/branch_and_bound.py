@@ -281,7 +281,7 @@ def _priority(branch: Branch, first: Mapping[ParallelConfig, int], best: Incumbe
     configs, expected_s = [each.candidate.config for each in branch.every], branch.expected_s
     if branch.is_tried:
         return NEAR + 1, branch.bound_s
-    if branch.pipeline is None or best is None:
+    if not branch.likely_s:
         wanted = [replace(config, unsharding=PER_STEP) if best is None else config for config in configs]
         places = [first[config] for config in wanted if config in first]
         if places:
