@@ -12,14 +12,13 @@ if TYPE_CHECKING:
     from autopar.checkpoint.export import export_safetensors
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
-    from autopar.driver.delink import delink
     from autopar.driver.further import plan_inputs
     from autopar.driver.parallelize import parallelize
     from autopar.driver.plan import evaluate, plan
     from autopar.functions.register import register
+    from autopar.operators.delink import delink
     from autopar.operators.experts import experts
     from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
-    from autopar.tables.embedding_tables import EmbeddingTables
     from autopar.verification.verify import verify
     from planner.base.errors import (
         AutoparError,
@@ -44,14 +43,13 @@ _LAZY = {
     "ClusterError": "planner.base.errors",
     "ClusterSpec": "planner.cost.cluster",
     "EmbeddingTable": "planner.tables.embedding_table",
-    "EmbeddingTables": "autopar.tables.embedding_tables",
     "InfeasibleError": "planner.base.errors",
     "InputError": "planner.base.errors",
     "PinError": "planner.base.errors",
     "Plan": "planner.plan.plan",
     "PlanError": "planner.base.errors",
     "PlanWarning": "planner.base.errors",
-    "delink": "autopar.driver.delink",
+    "delink": "autopar.operators.delink",
     "evaluate": "autopar.driver.plan",
     "experts": "autopar.operators.experts",
     "export_safetensors": "autopar.checkpoint.export",
@@ -73,7 +71,6 @@ __all__ = [
     "ClusterError",
     "ClusterSpec",
     "EmbeddingTable",
-    "EmbeddingTables",
     "InfeasibleError",
     "InputError",
     "PinError",

@@ -32,6 +32,7 @@ from benchmarks import (
     one_gpu,
     pipeline,
     plan_time,
+    planned_mixtures,
     planned_runs,
     predicted,
     published,
@@ -319,6 +320,22 @@ def planned() -> None:
     )
     raw = [{name: value for name, value in asdict(each).items() if name != "plan_s"} for each in found]
     print(record.write("planned_runs", "Planned runs", notes, planned_runs.table(found), raw, facts), flush=True)
+
+
+def mixtures() -> None:
+    """Published configurations of mixtures of experts as the planner prices them."""
+    facts = record.circumstances()
+    found = planned_mixtures.runs()
+    notes = "\n\n".join(
+        [
+            "Step times of published runs of mixtures of experts on H100, and what the planner predicts for them: "
+            f"{planned_mixtures.summary(found)}.",
+            "The program that is priced is not that of the run. " + " ".join(f"{t}." for t in planned_mixtures.DIFFERS),
+        ]
+    )
+    raw = [{name: value for name, value in asdict(each).items() if name != "plan_s"} for each in found]
+    table = [{name: text for name, text in row.items() if name != "free"} for row in planned_runs.table(found)]
+    print(record.write("planned_mixtures", "Planned mixtures of experts", notes, table, raw, facts), flush=True)
 
 
 def problems() -> None:
@@ -629,6 +646,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "predicted": predictions,
     "published": published_runs,
     "runs": planned,
+    "mixtures": mixtures,
     "iopddl": problems,
     "memory": peaks,
     "pipeline": pipelines,

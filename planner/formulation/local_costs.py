@@ -288,6 +288,8 @@ class LocalCosts:
                     self._known.computed[key] = self._compute(node, traffic, local, moved, most, shared)
                 found.append(self._known.computed[key])
             seconds[:2] = np.array(found).T
+        if row is not None and row.between is not None:
+            seconds[:2] += np.array([self.between_s(node, choice) for choice in choices]).T
         if any(strategy.inner for strategies in choices.strategies for strategy in strategies):
             computed_s = ((forward_s, backward_s) for forward_s, backward_s in seconds[:2].T.tolist())
             pairs = zip(choices, computed_s, strict=True)
@@ -300,6 +302,20 @@ class LocalCosts:
         for axis, strategies, taken in zip(self.mesh.axes, choices.strategies, choices.taken, strict=True):
             shares *= np.array([axis.size if strategy.factor else 1 for strategy in strategies])[taken]
         return shares.tolist()
+
+    def between_s(self, node: Node, choice: Choice) -> tuple[float, float]:
+        """Seconds, forward and backward, in which an operator made of several passes over what it has between these."""
+        row = OPS.get(node.op)
+        if row is None or row.between is None:
+            return 0.0, 0.0
+        types = self.graph.input_types(node)
+        passed = row.between(node, types, self._sizes(node, choice), self.share(choice))
+        backward = passed.passed_backward if any(tensor.grad for tensor in node.results) else 0
+        return self.passing_s(passed.passed_forward, types[0].dtype), self.passing_s(backward, types[0].dtype)
+
+    def passing_s(self, size: int, dtype: str) -> float:
+        """Seconds to read or write so many bytes."""
+        return float(self.cost.compute_s(0.0, size, dtype, 0, Stream("multiply")))
 
     def _inner_s(self, node: Node, rule: Rule, choice: Choice, computed_s: tuple[float, float]) -> tuple[float, float]:
         """Seconds, forward and backward, of the collectives of an operator's local form.
@@ -336,7 +352,8 @@ class LocalCosts:
 
     def share(self, choice: Choice) -> Share:
         """How much of an operator the busiest rank has."""
-        return Share(choice.shares(self.mesh), self._uneven(choice))
+        ways = frozenset(strategy.sharded for strategy in choice.axes if strategy.factor)
+        return Share(choice.shares(self.mesh), ways, self._uneven(choice))
 
     def inner_calls(self, rule: Rule, choice: Choice, differentiated: bool) -> Iterator[tuple[Axis, Inner, int]]:
         """The collectives of an operator's local form, on which axis, and the bytes that each rank passes to them;

@@ -166,10 +166,13 @@ def _meaning(
     space: Space, node: Node, strategy: AxisStrategy, labels: Mapping[str, Labels], reads: Mapping[Ref, Ref]
 ) -> str:
     """What an operator shards on one axis: ``batch``, ``sequence``, ``heads``, ``columns`` or ``rows`` of a
-    weight, ``vocabulary``, ``dim 2`` of the result; ``whole`` when every rank does all, ``terms`` of a sum.
+    weight, ``vocabulary``, ``dim 2`` of the result; ``whole`` when every rank does all, ``terms`` of a sum; the name of
+    the way where it has one, as ``dispatch``.
     """
     if not strategy.factor:
         return "terms" if strategy.kind == "partial" else "whole"
+    if strategy.way.name:
+        return strategy.way.name
     rule = space.rules[node.name]
     for word, dims in labels.items():
         if (strategy.factor, strategy.outer) in dims.parts(node, rule):
