@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from autopar.operators.delink import delink
     from autopar.operators.experts import experts
     from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
-    from autopar.tables.embedding_tables import EmbeddingTables
     from autopar.verification.verify import verify
     from planner.base.errors import (
         AutoparError,
@@ -44,7 +43,6 @@ _LAZY = {
     "ClusterError": "planner.base.errors",
     "ClusterSpec": "planner.cost.cluster",
     "EmbeddingTable": "planner.tables.embedding_table",
-    "EmbeddingTables": "autopar.tables.embedding_tables",
     "InfeasibleError": "planner.base.errors",
     "InputError": "planner.base.errors",
     "PinError": "planner.base.errors",
@@ -73,7 +71,6 @@ __all__ = [
     "ClusterError",
     "ClusterSpec",
     "EmbeddingTable",
-    "EmbeddingTables",
     "InfeasibleError",
     "InputError",
     "PinError",

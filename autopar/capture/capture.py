@@ -41,6 +41,7 @@ from autopar.functions.carry import Carried
 from autopar.graph import dump
 from autopar.graph.module_walk import ModuleWalk
 from autopar.graph.program import Program, expand
+from autopar.graph.slabs import Slabs
 from autopar.graph.tensors import storage_of
 from planner.base.cpython import no_garbage
 from planner.base.errors import CaptureError, InputError
@@ -64,6 +65,7 @@ class Captured:
         functions: the Functions whose operators the program calls; they are there as long as this is, or what is made
             of it.
         held: the tensors among the constants that modules hold, see :mod:`autopar.capture.held_tensors`, by path.
+        slabs: parameters that hold several of the model's, see :mod:`autopar.tables.grouping`.
     """
 
     program: Program
@@ -75,6 +77,7 @@ class Captured:
     static_inputs: tuple[Any, ...] = ()
     functions: tuple[Carried, ...] = ()
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    slabs: tuple[Slabs, ...] = ()
 
     @cached_property
     def graph(self) -> torch.fx.Graph:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.runtime.spmd.mesh import Rows, coordinates, rows_of
+from autopar.graph.rows import Rows
+from autopar.runtime.spmd.mesh import coordinates, rows_of
 from planner.ir.layout import Layout, Mesh, Shard
 
 PIECE_BYTES = 64 * 2**20

@@ -19,6 +19,7 @@ from planner.base.errors import AutoparError, InputError, PlanWarning
 from planner.base.stdout import keep_stdout
 
 if TYPE_CHECKING:
+    from planner.plan.pareto import ParetoCurve
     from planner.plan.plan import Plan
 
 
@@ -125,9 +126,18 @@ def plan(
         typer.Option(help="Part of a step that need not be proved; 0: prove the fastest.", show_default="0.01"),
     ] = None,
     max_axes: Annotated[int, typer.Option(min=1, max=3, help="Axes of meshes that no pin makes, at most.")] = 2,
+    pareto: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Trace step time against memory per device, in three times the time limit at most, and write the plan "
+            "of each point here; the page of --html has the curve.",
+        ),
+    ] = None,
 ) -> None:
     """Find the fastest plan for training a model; needs neither the cluster nor a GPU."""
     _check_writable(out, html, trace)
+    _check_folder(pareto)
     with _status("reading the model") as say:
         from autopar.cli import arguments
         from planner.search.search import GAP, check_gap
@@ -157,6 +167,11 @@ def plan(
         )
     typer.echo(str(found), nl=False)
     _write(found, out, html, trace)
+    if pareto is not None:
+        with _status("tracing step time against memory") as say:
+            curve = found.pareto(time_limit_s=3 * time_limit, gap=GAP if gap is None else gap, progress=say)
+        typer.echo(f"\n{curve}", nl=False)
+        _write_curve(curve, pareto, html)
 
 
 @app.command()
@@ -386,6 +401,27 @@ def _check_writable(*paths: Path | None) -> None:
             raise InputError(f"cannot write {str(path)!r}: there is no directory {str(path.absolute().parent)!r}")
         if path is not None and path.is_dir():
             raise InputError(f"cannot write {str(path)!r}: it is a directory; give the name of a file in it")
+
+
+def _check_folder(folder: Path | None) -> None:
+    """Refuse a folder that cannot be made."""
+    if folder is None:
+        return
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"cannot write plans into {str(folder)!r}: it is a file; give the name of a folder")
+    if not folder.absolute().parent.is_dir():
+        raise InputError(f"cannot make {str(folder)!r}: there is no directory {str(folder.absolute().parent)!r}")
+
+
+def _write_curve(curve: ParetoCurve[Plan], folder: Path, html: Path | None) -> None:
+    """Write the plan of every point, the leanest first, and the page with the curve."""
+    folder.mkdir(exist_ok=True)
+    for number, point in enumerate(curve.points):
+        point.plan.save(folder / f"plan_{number}.json")
+    typer.echo(f"written: {folder}, plan_0.json to plan_{len(curve.points) - 1}.json", err=True)
+    if html is not None:
+        curve.save_html(html)
+        typer.echo(f"written: {html}, with the curve", err=True)
 
 
 def _write(plan: Plan, out: Path | None, html: Path | None, trace: Path | None) -> None:

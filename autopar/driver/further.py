@@ -75,7 +75,7 @@ def plan_inputs(
     plan = given_plan(plan)
     check_may_have_further(plan)
     loss_fn = _loss_fn_for(model, plan, loss_fn, example_kwargs or {})
-    traced = trace(model, example_args, example_kwargs, loss_fn)
+    traced = trace(model, example_args, example_kwargs, loss_fn).placing(plan.tables, plan.cluster)
     shapes = {leaf.target: leaf.results[0].shape for leaf in traced.graph.leaves if leaf.op == "input"}
     mesh, layouts = planned_inputs(plan).cut(shapes)
     stored = StoredLayouts(stored_tensors(plan), layouts)
@@ -199,7 +199,7 @@ class ProgramMaker:
         args, kwargs = _examples(call, form)
         loss_fn = _loss_fn_for(model, self.plan, self.loss_fn, kwargs)
         with _in_state(model, self.state.in_mode(form.training)):
-            traced = traced_alike(model, args, kwargs, loss_fn)
+            traced = traced_alike(model, args, kwargs, loss_fn).placing(self.plan.tables, self.plan.cluster)
         stored = StoredLayouts(self.stored, _by_leaf(traced, layouts))
         plan = planned_on_rank_0(
             lambda: further_plan(self.plan, traced.graph, traced.facts, mesh, stored, self.held, self.progress)

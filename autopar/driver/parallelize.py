@@ -150,6 +150,7 @@ def parallelize(
     warn(plan.notes)
     if state_dict is None and any(parameter.is_meta for parameter in model.parameters()):
         warn([RANDOM.format(type(model).__name__, seed)])
+    traced = traced.placing(plan.tables, plan.cluster)
     assignment = assign(traced, plan)
     assignment, micro_batched = staged(plan, assignment)
     stage_mesh = plan.mesh.micro_batched(1)

@@ -21,6 +21,7 @@ from autopar.driver.arguments import (
     warn,
 )
 from autopar.driver.outputs import Outputs, check_discards, check_outputs, discards_of
+from autopar.driver.tables import with_tables
 from autopar.driver.trace import Traced, trace
 from planner.base.cpython import no_garbage, on_one_stack
 from planner.cost.cluster import ClusterSpec
@@ -29,7 +30,7 @@ from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.pinned_space import pinned_space
 from planner.formulation.training import Training
-from planner.plan.plan import Plan, Search, describe, refold, reprice, restage, restore
+from planner.plan.plan import Plan, describe_search, refold, reprice, restage, restore
 from planner.search.advice import Request, search_or_advise
 from planner.search.search import GAP, TIME_LIMIT_S
 from planner.search.search_context import Progress
@@ -129,30 +130,25 @@ def plan_traced(
     """Plan a captured model; see :func:`plan`."""
     if pins.micro_batched:
         traced.check_micro_batched()
-    say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
-    request = Request(
-        traced.graph,
-        cluster,
-        pins,
-        training,
-        folding=fold != "off",
-        time_limit_s=time_limit_s,
-        gap=gap,
-        max_axes=max_axes,
-    )
-    found = search_or_advise(request, progress)
-    transfer_schedules, predicted = found.planned_step
-    seen = tuple(candidate.facts() for candidate in found.evaluated)
-    seconds, unseen = {"capture": traced.capture_s, **found.seconds}, len(found.candidates) - len(seen)
-    return describe(
-        found.assignment,
-        traced.facts,
-        pins.to_dict(),
-        predicted,
-        Search(found.status, found.gap, seconds, seen, unseen, max_axes, time_limit_s, found.left_out),
-        found.staged,
-        transfer_schedules,
-    )
+
+    def search(traced: Traced) -> Plan:
+        """The fastest plan of a program whose tables lie where they shall be."""
+        say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
+        request = Request(
+            traced.graph,
+            cluster,
+            pins,
+            training,
+            folding=fold != "off",
+            time_limit_s=time_limit_s,
+            gap=gap,
+            max_axes=max_axes,
+        )
+        found = search_or_advise(request, progress)
+        seconds = {"capture": traced.capture_s}
+        return describe_search(found, traced.facts, pins.to_dict(), seconds, max_axes, time_limit_s)
+
+    return with_tables(traced, cluster, pins, training, search, progress)
 
 
 def evaluate(
@@ -174,13 +170,14 @@ def evaluate(
     """
     plan = given_plan(plan)
     check_arguments(model, plan.cluster, example_args, example_kwargs)
-    found = reprice(plan, assign(trace(model, example_args, example_kwargs, loss_fn), plan))
+    traced = trace(model, example_args, example_kwargs, loss_fn).placing(plan.tables, plan.cluster)
+    found = reprice(plan, assign(traced, plan))
     warn(found.notes)
     return found
 
 
 def assign(traced: Traced, plan: Plan) -> Assignment:
-    """The decisions of a plan, for the captured model at hand.
+    """The decisions of a plan, for the captured model at hand with tables as the plan has them.
 
     Raises:
         PlanError: the plan does not fit the model.

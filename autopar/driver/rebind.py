@@ -35,6 +35,11 @@ def rebind(
     """What :meth:`planner.plan.plan.Plan.rebind` does; arguments and errors are said there."""
     check_time_limit(time_limit_s)
     check_progress(progress)
+    if plan.tables is not None and plan.tables.in_slabs:
+        raise PlanError(
+            f"the plan has {len(plan.tables.in_slabs)} embedding tables in slabs of its ranks, which are of this model "
+            "on this cluster: plan again, with pin 'tables' if they shall be sharded alike"
+        )
     cluster = plan.cluster if cluster is None else cluster
     if model is None:
         if example_args is not None or example_kwargs is not None or loss_fn is not None:

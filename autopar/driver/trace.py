@@ -4,35 +4,60 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from autopar.capture.capture import Captured, LossFn, capture
 from autopar.capture.hooks import check_hooks
+from autopar.capture.in_slabs import in_slabs
 from autopar.capture.lowering import lower
 from autopar.driver.arguments import Fold, warn
 from planner.base.cpython import no_garbage, on_one_stack
 from planner.base.errors import InputError
+from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import Graph
 from planner.plan.document.fingerprint import model_facts
 from planner.sizes.position_limits import check_positions
+from planner.tables.lookups import lookups
+from planner.tables.tables_plan import TablesPlan
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A captured model and its planner graph."""
+    """A captured model and its planner graph.
+
+    Attributes:
+        name: of the model's class.
+        capture_s: seconds that it took.
+        whole: the same with every table a parameter of its own; ``None``: it is so.
+    """
 
     captured: Captured
     graph: Graph
     name: str
     capture_s: float
+    whole: Traced | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
         """What identifies the model in a plan."""
+        if self.whole is not None:
+            return self.whole.facts
         return model_facts(self.graph, self.name, "train" if self.captured.training else "eval")
+
+    def placing(self, tables: TablesPlan | None, cluster: ClusterSpec) -> Traced:
+        """The same with tables in slabs as a plan has them.
+
+        Raises:
+            PlanError: the model has no such tables.
+        """
+        if tables is None or not tables.in_slabs:
+            return self
+        ranks, inside = cluster.world_size, cluster.levels[0].size
+        captured = in_slabs(self.captured, lookups(self.graph), tables.in_slabs, ranks, ranks // inside)
+        return replace(self, captured=captured, graph=lower(captured), whole=self)
 
     def check_micro_batched(self) -> None:
         """Refuse a model that no micro-batched plan can train, before one is searched.

@@ -130,6 +130,7 @@ def build(
         for name, first in canonical_names(model).items()
         if any(leaf == ("param", first) or leaf == ("buffer", first) for leaf in captured.leaves.values())
     }
+    names |= {each.name: each.name for each in captured.slabs}
     interface = interface_of(captured, assignment, leaves)
     if micro_batched is not None and micro_batched.pipeline is not None:
         make_part = _made_together(interface_of(captured, assignment), interface, make_part)
@@ -148,6 +149,7 @@ def build(
         offload=offload,
         state_bytes=assignment.space.training.optimizer_bytes_per_element,
         maker=maker,
+        slabs=captured.slabs,
     )
     stage = "" if micro_batched is None or micro_batched.rank is None else f"_stage{micro_batched.rank}"
     dump.write(f"emitted{stage}_rank{rank}", made.code)

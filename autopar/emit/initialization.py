@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,8 +26,9 @@ from autopar.capture.capture import Captured
 from autopar.checkpoint.contents import MODEL
 from autopar.checkpoint.files import Stored, is_checkpoint
 from autopar.checkpoint.together import Ranks
+from autopar.graph.rows import Rows, take
 from autopar.runtime.spmd.interface import LeafSpec
-from autopar.runtime.spmd.mesh import Rows, rows_of, take
+from autopar.runtime.spmd.mesh import rows_of
 from planner.base.errors import InputError
 from planner.ir.layout import Mesh
 
@@ -52,24 +54,33 @@ def part_maker(
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     initialised = _Initialiser(model, seed)
 
+    slabs = {each.name: each for each in captured.slabs}
+
     def make(leaf: LeafSpec) -> Tensor:
         if leaf.kind == "const":
             return own_part(captured.constants[leaf.name], leaf, mesh, rank, device)
-        if read is not None and (found := read(_aliases(model, leaf.name))) is not None:
+        rows = rows_of(leaf.shape, leaf.layout, mesh, rank)
+        if leaf.name in slabs:
+            return slabs[leaf.name].local(rows, partial(part, is_parameter=True)).to(device, leaf.dtype)
+        return part(leaf.name, rows, leaf.kind == "param").to(device, leaf.dtype)
+
+    def part(name: str, rows: Rows, is_parameter: bool) -> Tensor:
+        """Some of a tensor of the model, in memory of its own."""
+        like = tensors[name]
+        if read is not None and (found := read(_aliases(model, name))) is not None:
             shape = tuple(found.get_shape())
-            if shape != leaf.shape:
-                raise InputError(f"{leaf.name} has shape {shape} in the checkpoint, {leaf.shape} in the model")
-            rows = rows_of(leaf.shape, leaf.layout, mesh, rank)
-            return _cut(found, rows).to(device, leaf.dtype, copy=True).contiguous()
-        if read is not None and leaf.kind == "param":
-            raise InputError(f"the checkpoint has no tensor {leaf.name!r}; is it of another model?")
-        if tensors[leaf.name].is_meta:
-            full = initialised(leaf.name)
+            if shape != tuple(like.shape):
+                raise InputError(f"{name} has shape {shape} in the checkpoint, {tuple(like.shape)} in the model")
+            return _cut(found, rows).to(device, like.dtype, copy=True).contiguous()
+        if read is not None and is_parameter:
+            raise InputError(f"the checkpoint has no tensor {name!r}; is it of another model?")
+        if like.is_meta:
+            full = initialised(name)
         else:
-            full = tensors[leaf.name].detach().to(device).clone()
+            full = like.detach().to(device).clone()
             if dist.get_world_size() > 1:
                 dist.broadcast(full, src=0)
-        return own_part(full, leaf, mesh, rank, device)
+        return take(full, rows).to(device, copy=True).contiguous()
 
     return make
 

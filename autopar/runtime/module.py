@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from autopar.graph.listing import readable
+from autopar.graph.slabs import Slabs, apart, joined
 from autopar.runtime.data.agreement import DataAgreement
 from autopar.runtime.data.batch_share import BatchShare
 from autopar.runtime.data.loader import DistributedDataLoader
@@ -76,6 +77,7 @@ class ParallelModule(Fronts):
         pipeline: the ranks that hold the same part of other stages.
         offload: moves parameters and gradients between tiers, if they move.
         maker: makes programs for these; ``None``: there are none.
+        slabs: parameters that hold several of the original's.
     """
 
     _is_accelerate_prepared = True  # for accelerate and its Trainer: this is not to be wrapped, moved or sharded
@@ -98,9 +100,11 @@ class ParallelModule(Fronts):
         pipeline: PipelineRanks | None = None,
         offload: OffloadExecutor | None = None,
         maker: Maker | None = None,
+        slabs: tuple[Slabs, ...] = (),
     ):
         super().__init__()
         self.offload, self._state_bytes = offload, state_bytes
+        self.slabs = slabs
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
         self.state, self.pipeline = state, pipeline
         self.data_agreement: DataAgreement | None = None  # of ranks that are processes
@@ -210,7 +214,8 @@ class ParallelModule(Fronts):
         made = make_optimizer(
             make,
             {self._everywhere[name]: parameter for name, parameter in self.named_parameters()},
-            {name: first for name, first in self._everywhere.items() if first not in buffers},
+            {name: first for name, first in self._everywhere.items() if first not in buffers}
+            | {name: each.name for each in self.slabs for name in each.tables},
             self.pipeline is not None or any(_is_cut(parameter) for parameter in self.parameters()),
             groups,
             options,
@@ -475,7 +480,8 @@ class ParallelModule(Fronts):
         Raises:
             DiskError: a parameter is in a file that cannot be read.
         """
-        return dict(whole_tensors(self.state_dict(), self._everywhere, self.pipeline, self._device))
+        found = whole_tensors(self.state_dict(), self._everywhere, self.pipeline, self._device)
+        return dict(apart(self.slabs, found))
 
     @property
     def module(self) -> nn.Module:
@@ -517,7 +523,8 @@ class ParallelModule(Fronts):
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, by its first name."""
         own = {name: lookup(self, name) for name in self._leaf_names}
-        return whole_tensors(own, dict.fromkeys(self._everywhere.values()), self.pipeline, self._device)
+        names = dict.fromkeys(self._everywhere.values())
+        return apart(self.slabs, whole_tensors(own, names, self.pipeline, self._device))
 
     def __repr__(self) -> str:
         """One line: what was parallelized, how, and how much of it is here."""
@@ -544,7 +551,7 @@ class ParallelModule(Fronts):
             self.program.left = None  # gradients of other weights
         if self.offload is not None:
             self.offload.early.settle()
-        own = self.state_dict()
+        own, state_dict = self.state_dict(), joined(self.slabs, state_dict)
 
         def load() -> Any:
             theirs = () if self.pipeline is None else self._everywhere.keys() - own.keys()

@@ -318,5 +318,5 @@ def _refuse_ranks(table: EmbeddingTable) -> None:
     if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
         raise InputError(
             f"table {table.name!r} is cached, which works in one process, and this one is one of {ranks}, whose tables "
-            "would come to differ: place it on ranks with EmbeddingTables, or look it up without a process group"
+            "would come to differ: use nn.EmbeddingBag, which a plan places, or look it up without a process group"
         )

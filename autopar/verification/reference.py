@@ -27,7 +27,9 @@ from autopar.verification.float64 import copied, dropping_nothing, exact, is_nar
 from autopar.verification.micro_batch_norm import normalizing_by_micro_batch
 from autopar.verification.rounding import RandomRounding, Tolerance, measured
 from planner.base.errors import CaptureError, VerificationError
+from planner.cost.cluster import ClusterSpec
 from planner.ir.graph import Graph
+from planner.tables.tables_plan import TablesPlan
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,10 @@ class Reference(StepValues):
     loss_fn: LossFn | None = None
     is_exact: bool = True
     normalized_apart: int = 1
+
+    def placing(self, tables: TablesPlan | None, cluster: ClusterSpec) -> Reference:
+        """The same, whose graph has tables in slabs as a plan has them; values are of the model as it is."""
+        return replace(self, traced=self.traced.placing(tables, cluster))
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Inside, programs compute as the step did: in float64 or as they are, and without dropout."""

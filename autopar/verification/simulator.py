@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.capture.capture import Captured
 from autopar.emit.build import MicroBatched, build
+from autopar.graph.slabs import joined
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.interface import LeafSpec
 from autopar.runtime.spmd.mesh import coordinates, device_mesh, part_of, put_part
@@ -65,6 +66,7 @@ class Simulation:
         self._stack.enter_context(fake_process_group(self.mesh.size))
         self.mode = self._stack.enter_context(LocalTensorMode(self.mesh.size))
         full = {name: t.detach() for name, t in _tensors(self._model).items()}
+        full = joined(self._captured.slabs, full)
         full.update(dict(self._captured.constants))
 
         def make_part(leaf: LeafSpec) -> Tensor:

@@ -29,6 +29,7 @@ from autopar.driver.plan import assign, plan_traced, staged
 from autopar.driver.trace import Traced, trace
 from autopar.emit.build import MicroBatched
 from autopar.functions.carry import Carried
+from autopar.graph.slabs import joined
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.spmd.mesh import groups_of
 from autopar.runtime.spmd.not_kept import NotKept
@@ -163,20 +164,19 @@ def observed_step(reference: Reference, assignment: Assignment, simulation: Simu
             layout = spec.layout if spec is not None else ()
             outputs[name] = relative_error(simulation.whole(got, layout, tuple(expected.shape)), expected)
     layouts = {leaf.name: leaf.layout for leaf in module.interface.leaves}
-    own = dict(module.named_parameters())
+    own = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    for slabs in module.slabs:
+        if (grad := own.pop(slabs.name, None)) is not None:
+            own |= slabs.apart(simulation.whole(grad, layouts[slabs.name], slabs.shape))
     largest = reference.largest_gradient
     # A parameter that the original's loss does not reach, or that is frozen, must not be trained.
-    gradients = {
-        name: math.inf
-        for name, p in own.items()
-        if p.grad is not None and name not in reference.gradients and _any_nonzero(p.grad)
-    }
+    gradients = {name: math.inf for name, grad in own.items() if name not in reference.gradients and _any_nonzero(grad)}
     for name, expected in reference.gradients.items():
-        got = own[name].grad if name in own else None
+        got = own.get(name)
         if got is None:
             gradients[name] = relative_error(torch.zeros_like(expected), expected, largest)
         else:
-            whole = simulation.whole(got, layouts[name], tuple(expected.shape))
+            whole = got if name not in layouts else simulation.whole(got, layouts[name], tuple(expected.shape))
             gradients[name] = relative_error(whole, expected, largest)
     buffers = {
         name: relative_error(simulation.whole(value, layouts[name], tuple(value.shape)), reference.buffers[name])
@@ -197,6 +197,7 @@ def locate(reference: Reference, assignment: Assignment, rtol: float = RTOL, see
     """The first operator whose forward result is not the original's, in words."""
     captured, model = reference.traced.captured, reference.model
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
+    tensors = joined(captured.slabs, tensors)
     with reference.computing(), torch.no_grad(), Simulation(model, captured, assignment, seed) as simulation:
         flat = simulation.module.interface.flatten(reference.args, dict(reference.kwargs))
         inputs = {name: value for name, value in zip(captured.input_names, flat, strict=True) if name is not None}
@@ -313,7 +314,14 @@ def verify(
         raise PinError("a plan is already decided, so pin and mesh have nothing left to fix: give a cluster instead")
     with _telling(model, "capturing and planning the model"):
         traced = trace(model, example_args, example_kwargs, loss_fn)
-        assignment, micro_batched = _decide(traced, cluster_or_plan, pin, mesh, time_limit_s)
+        plan = None if mesh is not None else _plan(traced, cluster_or_plan, pin, time_limit_s)
+        tables = None if plan is None else plan.tables
+        traced = traced.placing(tables, cluster)
+        if plan is not None:
+            assignment, micro_batched = staged(plan, assign(traced, plan))
+        else:
+            assignment = decide_on(traced, Mesh.of(**mesh or {}), cluster, Pins.parse(pin), time_limit_s)
+            micro_batched = None
     with _telling(model, "checking the types of the plan's program"):
         types = typecheck(traced.captured, assignment, micro_batched)
     found = Verification(traced.name, assignment.space.mesh, types)
@@ -330,7 +338,7 @@ def verify(
         )
     compared = partial(_compared, assignment=assignment, micro_batched=micro_batched, rtol=rtol, seed=seed)
     try:
-        return compared(found, aligned(reference(model, args, kwargs, loss_fn, apart), traced))
+        return compared(found, aligned(reference(model, args, kwargs, loss_fn, apart).placing(tables, cluster), traced))
     except VerificationError:
         raise
     except Exception as error:
@@ -339,7 +347,7 @@ def verify(
                 raise
         found = found.noting(f"in float64 the model does not run: {_reason(error)}")
     with _telling(model, "running the model itself on this batch"):
-        own = own_reference(model, args, kwargs, loss_fn, apart)
+        own = own_reference(model, args, kwargs, loss_fn, apart).placing(tables, cluster)
     with _telling(model, "running all ranks of the plan"):
         return compared(found, own)
 
@@ -414,20 +422,12 @@ def _reason(error: BaseException) -> str:
     return f"{type(told).__name__}: {lines[0] if lines else 'without a message'}"
 
 
-def _decide(
-    traced: Traced,
-    cluster_or_plan: ClusterSpec | Plan,
-    pin: Mapping[str, Any] | None,
-    mesh: Mapping[str, int] | None,
-    time_limit_s: float,
-) -> tuple[Assignment, MicroBatched | None]:
+def _plan(
+    traced: Traced, cluster_or_plan: ClusterSpec | Plan, pin: Mapping[str, Any] | None, time_limit_s: float
+) -> Plan:
     if isinstance(cluster_or_plan, Plan):
-        return staged(cluster_or_plan, assign(traced, cluster_or_plan))
-    pins = Pins.parse(pin)
-    if mesh is not None:
-        return decide_on(traced, Mesh.of(**mesh), cluster_or_plan, pins, time_limit_s), None
-    plan = plan_traced(traced, cluster_or_plan, pins, Training(), time_limit_s=time_limit_s)
-    return staged(plan, assign(traced, plan))
+        return cluster_or_plan
+    return plan_traced(traced, cluster_or_plan, Pins.parse(pin), Training(), time_limit_s=time_limit_s)
 
 
 def _agree(

@@ -172,10 +172,17 @@ class Space(LocalCosts):
 
     def called(self, mesh: Mesh) -> Space:
         """The same decisions on the same mesh with its axes called otherwise."""
+        return self._like(mesh, self.cost)
+
+    def priced(self, cost: CostModel) -> Space:
+        """The same decisions at other prices."""
+        return self._like(self.mesh, cost)
+
+    def _like(self, mesh: Mesh, cost: CostModel) -> Space:
         found = Space(
             self.folded,
             mesh,
-            self.cost,
+            cost,
             self.training,
             self.decision_graph.rules,
             self.allow,

@@ -56,13 +56,15 @@ from planner.solve.transfers import TransferSchedule
 
 if TYPE_CHECKING:
     from planner.cost.cluster import ClusterSpec
+    from planner.plan.pareto import ParetoCurve
     from planner.plan.report.explain import Explanation
     from planner.plan.report.why_not import WhyNot
+    from planner.search.branch_and_bound import Searched
     from planner.search.search_context import Progress
     from planner.sizes.closed_form import Formulas
     from planner.sizes.rescale import OtherSizes
 
-__all__ = ["BlockPlan", "Plan", "Search", "describe", "refold", "reprice", "restore"]
+__all__ = ["BlockPlan", "Plan", "Search", "describe", "describe_search", "refold", "reprice", "restore"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -195,22 +197,29 @@ class Plan(Document):
         is_known = self.assignment is not None and not self.transfer_schedules
         return explain(self, name, time_limit_s=time_limit_s, fullest=self.fullest if is_known else None)
 
-    def why_not(self, pin: Mapping[str, Any], *, time_limit_s: float = 60.0) -> WhyNot:
-        """What the best plan around a pinned recipe would cost more, by block; or which limits rule it out.
+    def why_not(
+        self, pin: Mapping[str, Any], *, time_limit_s: float = 60.0, pareto: ParetoCurve[Plan] | None = None
+    ) -> WhyNot:
+        """What the best plan around a pinned recipe would cost more, by block, and at which speeds of links, arithmetic
+        and memory it would be as fast; or which limits rule it out.
 
         Args:
             pin: the recipe, as :func:`autopar.plan` takes it: ``{"tensor": 8}``, ``{"zero": 3}``. It stands by
                 itself, without what this plan had pinned.
             time_limit_s: for every search that it takes.
+            pareto: this plan's curve; then the answer says what a GiB of memory is worth.
 
         Raises:
             PlanError: the plan was read from a file: ask the plan that ``autopar.evaluate`` returns; or it offloads.
             PinError: the recipe is malformed, or offloads, or pins a schedule without a pipeline.
+            InputError: no time; or ``pareto`` is of another model or cluster.
         """
         from planner.plan.report.why_not import why_not
 
         self._check_on_device("plan with the recipe and pin 'offload', and compare what the two plans predict")
-        return why_not(self, pin, time_limit_s=time_limit_s)
+        staged = None if self.assignment is None else restage(self, self.assignment)
+        price = 0.0 if pareto is None else pareto.price_for(self)
+        return why_not(self, pin, staged, time_limit_s=time_limit_s, seconds_per_gib=price)
 
     @cached_property
     def fullest(self) -> PeakReport:
@@ -224,6 +233,39 @@ class Plan(Document):
             raise PlanError(WITHOUT_GRAPH)
         staged = restage(self, self.assignment)
         return usage(self.assignment).fullest if staged is None else peak_micro_batched(self.assignment, staged)
+
+    # ---- against memory --------------------------------------------------------------------------------------------
+
+    def pareto(
+        self,
+        points: int = 8,
+        *,
+        time_limit_s: float = 60.0,
+        gap: float = 0.01,
+        progress: Progress | None = None,
+    ) -> ParetoCurve[Plan]:
+        """Step time against memory per device, for the same model, cluster and pins, with model data on the device: the
+        fastest plans from the leanest on, each with a bound, and each a plan like this one.
+
+        Args:
+            points: so many plans at most.
+            time_limit_s: for all of them together; what is not proved by then has a lower bound.
+            gap: part of a step that each proof may leave open.
+            progress: called with a line of text as it advances.
+
+        Raises:
+            PlanError: the plan was read from a file: ask the plan that ``autopar.evaluate`` returns; or it offloads.
+            InputError: fewer than 2 points, no time, or no gap.
+        """
+        from planner.plan.pareto import pareto
+
+        self._check_on_device("plan for a cluster with another memory_bytes")
+        staged = None if self.assignment is None else restage(self, self.assignment)
+
+        def described(found: Searched, limit_bytes: int) -> Plan:
+            return describe_search(found, self.model, self.pin, {}, self.search.max_axes, time_limit_s, limit_bytes)
+
+        return pareto(self, staged, described, points=points, time_limit_s=time_limit_s, gap=gap, progress=progress)
 
     # ---- for another model, or on another cluster ----------------------------------------------------------------
 
@@ -408,6 +450,37 @@ def describe(
         offload=next(name for name, tier in TIERS.items() if tier == space.training.tier),
         decided=assignment,
     )
+
+
+def describe_search(
+    found: Searched,
+    model: Mapping[str, Any],
+    pin: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    max_axes: int,
+    time_limit_s: float,
+    limit_bytes: int | None = None,
+) -> Plan:
+    """Write down what a search found.
+
+    Args:
+        seconds: of what came before it, by step.
+        limit_bytes: the memory of a device that it was given, if that is less than there is.
+    """
+    transfer_schedules, predicted = found.planned_step
+    seen = tuple(candidate.facts() for candidate in found.evaluated)
+    search = Search(
+        found.status,
+        found.gap,
+        {**seconds, **found.seconds},
+        seen,
+        len(found.candidates) - len(seen),
+        max_axes,
+        time_limit_s,
+        found.left_out,
+        limit_bytes,
+    )
+    return describe(found.assignment, model, pin, predicted, search, found.staged, transfer_schedules)
 
 
 def _pipeline(staged: Staged, recompute: Mapping[str, tuple[int, ...]], unsharding: Unsharding) -> PipelinePlan:

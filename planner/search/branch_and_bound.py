@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -126,6 +126,11 @@ class Searched:
         """The same where what is proved is that no plan is faster than this."""
         gap = 1 - bound_s / self.evaluation.time_s if self.evaluation.time_s else 0.0
         return replace(self, status="feasible", gap=gap) if gap > PROVED else self
+
+    def bounded(self, bound_s: float) -> Searched:
+        """The same where what is proved, by other means too, is that no plan is faster than this."""
+        gap = max(0.0, 1 - bound_s / self.evaluation.time_s) if self.evaluation.time_s else 0.0
+        return replace(self, status="feasible" if gap > PROVED else "optimal", gap=gap if gap > PROVED else 0.0)
 
     def working_set(self) -> WorkingSet:
         """The largest of the plan; see :func:`planner.analysis.offload.step_timing.largest_working_set`."""
@@ -241,8 +246,8 @@ def _best_first(
         for config in configs
     )
     is_split = any(config.micro_batched for config in configs)
-    usual = seeds(configs, context.cost.cluster, decision_graph.graph) if is_split else []
-    first = {config: number for number, config in enumerate(usual)}
+    usual, larger = seeds(configs, context.cost.cluster, decision_graph.graph) if is_split else ([], [])
+    first = {config: number for number, config in enumerate([*usual, *larger])}
     closed, is_deeper = list[Branch](), False
     while waiting:
         is_late = context.is_late()
@@ -252,7 +257,7 @@ def _best_first(
         # Pipelines of configurations that were begun, and others, take turns, but for those to evaluate first.
         is_deeper = not is_deeper
         chosen = [each for each in waiting if (each.pipeline is not None) == is_deeper] or waiting
-        branch = min(chosen, key=lambda branch: _priority(branch, first, best))
+        branch = min(chosen, key=lambda branch: _priority(branch, first, larger, best))
         waiting.remove(branch)
         branch = raised(context, branch)
         is_left_out = is_late and branch.is_expensive and len(closed) + 1 < len(configs)
@@ -276,12 +281,18 @@ def _best_first(
     return best, sorted(closed, key=place)
 
 
-def _priority(branch: Branch, first: Mapping[ParallelConfig, int], best: Incumbent | None) -> tuple[float, ...]:
-    """The least is evaluated next: ``first``, then configurations near the best plan's, then by what is expected."""
+def _priority(
+    branch: Branch, first: Mapping[ParallelConfig, int], larger: Collection[ParallelConfig], best: Incumbent | None
+) -> tuple[float, ...]:
+    """The least is evaluated next: ``first``, then configurations near the best plan's, then by what is expected.
+
+    Of pipelines only the ``larger`` go on being first once a plan is known, if they may be faster.
+    """
     configs, expected_s = [each.candidate.config for each in branch.every], branch.expected_s
     if branch.is_tried:
         return NEAR + 1, branch.bound_s
-    if branch.pipeline is None or best is None:
+    is_larger = branch.pipeline is not None and branch.candidate.config in larger and not branch.likely_s
+    if branch.pipeline is None or best is None or (is_larger and expected_s < best.evaluation.time_s):
         wanted = [replace(config, unsharding=PER_STEP) if best is None else config for config in configs]
         places = [first[config] for config in wanted if config in first]
         if places:

@@ -96,7 +96,8 @@ class Branch:
     recomputation.
 
     A micro-batched one has all of them, and one ``pipeline`` of its configuration; until its work is known also
-    ``others``, the same configuration with more micro-batches.
+    ``others``, the same configuration with more micro-batches; once it is known ``scarce``, those of these that
+    have at most as many and too few samples for the ranks, if it has too few.
 
     ``is_priced`` once its relaxation is proved, ``is_sought`` once a pipeline was cut; ``met`` are choices that solve
     the relaxation of a pipeline, ``bounds`` what that is of, and ``likely_s`` what it takes with those;
@@ -114,6 +115,7 @@ class Branch:
     others: tuple[Branch, ...] = ()
     doubt: float = 1.0
     growth: float = 1.0
+    scarce: tuple[ParallelConfig, ...] = ()
     pipeline: Pipeline | None = None
     likely_s: float = 0.0
     bounds: PipelineBounds | None = None

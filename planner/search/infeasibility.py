@@ -115,7 +115,7 @@ def nothing_fits(
             "decisions to narrow the search",
             0,
         )
-    limit, least = cluster.device.usable_bytes, min(minimal, key=lambda plan: plan.bytes)
+    limit, least = context.usable_bytes, min(minimal, key=lambda plan: plan.bytes)
     excess, config = least.bytes - limit, least.best.config
     needed = math.ceil(least.bytes / (1 - cluster.device.reserve_fraction))
     is_open = any(math.isfinite(branch.candidate.bound_s) for branch in branches)
@@ -145,7 +145,7 @@ def nothing_fits(
 def _nothing_works(context: SearchContext, least: MinMemoryPlan, needed: int, is_open: bool) -> InfeasibleError:
     """The same of plans with model data on the host: what a device must hold is the largest working set."""
     cluster, working = context.cost.cluster, least.needed
-    limit = cluster.device.usable_bytes
+    limit = context.usable_bytes
     excess = working.bytes - limit
     head = (
         f"no plan that fits {cluster.name!r} was found{' before the time limit' * context.is_late()}, but none was "

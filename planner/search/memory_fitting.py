@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from planner.formulation.decisions import DecisionGraph
 from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound, completed
-from planner.search.candidates import PROVED, Candidate
+from planner.search.candidates import PROVED, Candidate, Incumbent
 from planner.search.infeasibility import check_micro_batches, nothing_fits
 from planner.search.min_memory import MIN_MEMORY_S, begun, bounds_s, fastest_that_fits, is_worth, min_memory_plans
 from planner.search.recipes import by_recipe, freed
@@ -26,18 +26,20 @@ TRIES = 2
 """So many limits are tried between one at which a plan was found that does not fit and one at which none was."""
 
 
-def memory_feasible(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
-    """The fastest plan within the memory limit that fits when it is simulated.
+def memory_feasible(
+    context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, known: Incumbent | None = None
+) -> Searched:
+    """The fastest plan within the memory limit that fits when it is simulated; ``known`` if none is faster.
 
     The search adds up bytes that are not all alive at once; what it misses shows when the plan is simulated. Then it
     searches again with a lower limit. What that excludes may fit, so that only what the first search proved is proved.
     Where it leaves nothing, the minimum-memory plans are simulated.
     """
-    usable, tries, bound_s = context.cost.cluster.device.usable_bytes, TRIES, math.inf
+    usable, tries, bound_s = context.usable_bytes, TRIES, math.inf
     nothing: NothingFits | None = None
     below, above = -math.inf, math.inf  # limits at which nothing was found, and from which on all that was does not fit
     while True:
-        found = branch_and_bound(context, decision_graph, configs)
+        found = branch_and_bound(context, decision_graph, configs, known)
         if isinstance(found, NothingFits):
             nothing, below = found, context.limit_bytes
         elif found.staged is not None and context.training.tier == "device":
@@ -65,7 +67,7 @@ def _min_memory(context: SearchContext, decision_graph: DecisionGraph, nothing: 
         PinError: there are no plans at all, whatever they need.
         InfeasibleError: none fits.
     """
-    branches, usable = begun(nothing.branches), context.cost.cluster.device.usable_bytes
+    branches, usable = begun(nothing.branches), context.usable_bytes
     check_micro_batches(branches)
     until = min(context.deadline, time.monotonic() + MIN_MEMORY_S)
     minimal = min_memory_plans(context, branches, until=until)
@@ -105,7 +107,7 @@ def using_headroom(
     room, and the search goes on with so much more memory: a sum and what it is off by change little from plan to plan.
     So it does where the first part of the time did not do for the proof.
     """
-    usable = context.cost.cluster.device.usable_bytes
+    usable = context.usable_bytes
     if found.staged is not None or context.pins.recompute is not None or _wants_no_more(context, found):
         return found
     room = usable - found.peak_bytes

@@ -13,12 +13,13 @@ from functools import partial
 from planner.base.errors import ClusterError, InfeasibleError
 from planner.formulation.constraints.zero import pinned_apart, ways_of_kinds
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.remat.levels import named_by_kind
+from planner.formulation.remat.levels import Levels, named_by_kind
 from planner.ir.folding import Folded
 from planner.ir.graph import Graph
 from planner.search.axis_names import named
 from planner.search.block_splitting import finer
 from planner.search.branch_and_bound import ParallelConfigs, Searched, branch_and_bound, standing
+from planner.search.candidates import Incumbent
 from planner.search.left_out import is_whole, why_no_micro_batches
 from planner.search.memory_fitting import memory_feasible, using_headroom
 from planner.search.offload_search import search_offload
@@ -30,34 +31,77 @@ FIRST = 0.5
 """Part of the time after which proofs give way to a search for a plan that takes the room of the one found."""
 
 
-def search_micro_batches(context: SearchContext, folded: Folded, max_axes: int, left_out: str) -> Searched:
+def search_micro_batches(
+    context: SearchContext, model: ModelBlocks, max_axes: int, left_out: str, known: Incumbent | None = None
+) -> Searched:
     """The fastest plan that fits with model data at one home, over all stages, micro-batches and meshes.
 
     Args:
+        known: one that fits; it is the answer if none is faster.
         left_out: why neither pipelines nor micro-batches are searched, if they are not.
 
     Raises:
         InfeasibleError: nothing fits.
     """
-    cluster, pins, graph = context.cost.cluster, context.pins, folded.graph
+    cluster, pins, graph = context.cost.cluster, context.pins, model.folded.graph
     whole = without_micro_batches(cluster, pins, max_axes)
     if left_out or is_whole(pins):
-        return _telling(left_out, partial(_Blocks.of(context, folded).searched, whole))
-    pieces = finer(folded, context.rules, stages_wanted(pins))
-    cut = _Blocks.of(context, pieces)
+        return _telling(left_out, partial(model.whole(context).searched, whole, known=known))
+    cut = model.cut(context)
     in_parts = micro_batched(cluster, pins, graph, len(cut.decision_graph.folded.instances), max_axes)
     whole = dividing(whole, graph) if in_parts else whole
     left_out = why_no_micro_batches(cut.context, cut.decision_graph, in_parts)
     if left_out:
         in_one = tuple(config for config in in_parts if config.mesh.micro_batches == 1)
-        return _telling(left_out, partial(_in_whole_or_stages, context, folded, whole, cut, in_one))
+        return _telling(left_out, partial(_in_whole_or_stages, model.whole(context), whole, cut, in_one, known))
     if whole and in_parts and context.training.tier == "device" and _fits_whole(graph, context):
         with contextlib.suppress(ClusterError):  # so many devices share no operator; they may share the blocks
-            known = (cut if pieces is folded else _Blocks.of(context, folded)).searched(whole)
+            in_whole = model.whole(context).searched(whole, known=known)
             stages = tuple(config for config in in_parts if config.stages > 1)
-            return _in_whole_then_in_stages(known, cut, stages)
+            return _in_whole_then_in_stages(in_whole, cut, stages)
         whole = ()
-    return cut.searched(whole, in_parts)
+    return cut.searched(whole, in_parts, known)
+
+
+class ModelBlocks:
+    """A model in blocks, as it folds and in pieces that stages may have, and what is known of both whatever the mesh,
+    the memory and the home of model data: found once.
+    """
+
+    def __init__(self, folded: Folded):
+        self.folded = folded
+        self._pieces: Folded | None = None
+        self._decided: dict[int, tuple[DecisionGraph, Levels]] = {}
+
+    def whole(self, context: SearchContext) -> _Blocks:
+        """As the model folds."""
+        return self._of(context, self.folded)
+
+    def cut(self, context: SearchContext) -> _Blocks:
+        """In pieces."""
+        if self._pieces is None:
+            self._pieces = finer(self.folded, context.rules, stages_wanted(context.pins))
+        return self._of(context, self._pieces)
+
+    def _of(self, context: SearchContext, folded: Folded) -> _Blocks:
+        if id(folded) not in self._decided:
+            self._decided[id(folded)] = _decided(context, folded)
+        decision_graph, levels = self._decided[id(folded)]
+        return _Blocks(replace(context, levels=levels), decision_graph)
+
+
+def _decided(context: SearchContext, folded: Folded) -> tuple[DecisionGraph, Levels]:
+    """What does not depend on the mesh: decisions, and levels of recomputation."""
+    pins = context.pins
+    folded = pinned_apart(folded, pins.zero)
+    decision_graph = DecisionGraph(folded, context.rules)
+    decision_graph.survey()
+    levels = named_by_kind(folded, map(pins.levels, ways_of_kinds(folded, pins.zero)))
+    if pins.recompute is None:
+        levels = with_levels_between(levels, decision_graph, context.cost)
+    elif pins.keep:
+        levels = keeping(levels, decision_graph, pins.keep)
+    return decision_graph, levels
 
 
 @dataclass(frozen=True)
@@ -67,22 +111,13 @@ class _Blocks:
     context: SearchContext
     decision_graph: DecisionGraph
 
-    @staticmethod
-    def of(context: SearchContext, folded: Folded) -> _Blocks:
-        """What does not depend on the mesh."""
-        pins = context.pins
-        folded = pinned_apart(folded, pins.zero)
-        decision_graph = DecisionGraph(folded, context.rules)
-        decision_graph.survey()
-        levels = named_by_kind(folded, map(pins.levels, ways_of_kinds(folded, pins.zero)))
-        if pins.recompute is None:
-            levels = with_levels_between(levels, decision_graph, context.cost)
-        elif pins.keep:
-            levels = keeping(levels, decision_graph, pins.keep)
-        return _Blocks(replace(context, levels=levels), decision_graph)
-
-    def searched(self, whole: tuple[ParallelConfig, ...], in_parts: tuple[ParallelConfig, ...] = ()) -> Searched:
-        """The fastest plan that fits, of these configurations without and with micro-batches."""
+    def searched(
+        self,
+        whole: tuple[ParallelConfig, ...],
+        in_parts: tuple[ParallelConfig, ...] = (),
+        known: Incumbent | None = None,
+    ) -> Searched:
+        """The fastest plan that fits, of these configurations without and with micro-batches, or the one known."""
         context, configs = self.context, ParallelConfigs(whole, in_parts)
         if context.training.tier != "device":
             return named(context, search_offload(context, self.decision_graph, configs))
@@ -90,7 +125,7 @@ class _Blocks:
         if not in_parts and context.pins.recompute is None:
             now = time.monotonic()
             first = replace(first, deadline=now + FIRST * (context.deadline - now))
-        found = memory_feasible(first, self.decision_graph, configs)
+        found = memory_feasible(first, self.decision_graph, configs, known)
         return named(context, using_headroom(context, self.decision_graph, configs, found))
 
 
@@ -105,23 +140,23 @@ def _telling(left_out: str, plan: Callable[[], Searched]) -> Searched:
 
 
 def _in_whole_or_stages(
-    context: SearchContext,
-    folded: Folded,
+    blocks: _Blocks,
     whole: tuple[ParallelConfig, ...],
     cut: _Blocks,
     stages: tuple[ParallelConfig, ...],
+    known: Incumbent | None,
 ) -> Searched:
     """The fastest plan of those without micro-batches; where none fits, or is allowed, of pipelines that the whole
     batch passes at once.
     """
     if not whole:
-        return cut.searched((), stages)
+        return cut.searched((), stages, known)
     try:
-        return _Blocks.of(context, folded).searched(whole)
+        return blocks.searched(whole, known=known)
     except (ClusterError, InfeasibleError):
         if not stages:
             raise
-        return cut.searched((), stages)
+        return cut.searched((), stages, known)
 
 
 def _in_whole_then_in_stages(known: Searched, cut: _Blocks, stages: tuple[ParallelConfig, ...]) -> Searched:

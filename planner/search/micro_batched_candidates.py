@@ -12,7 +12,7 @@ import math
 import time
 from dataclasses import replace
 
-from planner.analysis.pipeline.staged import stage
+from planner.analysis.pipeline.staged import QUICK, THOROUGH, stage
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.unsharding import PER_MICRO_BATCH
 from planner.search.candidates import (
@@ -28,6 +28,7 @@ from planner.search.candidates import (
     together,
 )
 from planner.search.parallel_config import ParallelConfig
+from planner.search.pipeline_bounds import PipelineBounds
 from planner.search.search_context import SearchContext
 from planner.solve.choices import lightest, lower_bound_between
 from planner.solve.pipeline.master import Paths
@@ -60,6 +61,10 @@ def evaluate_micro_batched(
     if branch.likely_s and branch.formulated is not None:
         return [(_proved if branch.is_sought else _cut)(context, branch, best)]
     if branch.likely_s or branch.bounds is None:
+        fewer = _fewer(context, branch)
+        if fewer is not None:
+            _own_bounds(context, decision_graph, fewer)
+            return [raised(context, branch)]
         branch = _by_itself(context, decision_graph, branch)
     return [_estimated(context, branch, best)]
 
@@ -73,6 +78,14 @@ def raised(context: SearchContext, branch: Branch) -> Branch:
     found = [free_s for fewer, free_s in known.items() if config.mesh.micro_batches % fewer == 0]
     bound_s = max(branch.candidate.bound_s, *found, 0.0)
     return replace(branch, candidate=replace(branch.candidate, bound_s=bound_s))
+
+
+def _fewer(context: SearchContext, branch: Branch) -> ParallelConfig | None:
+    """The same with the fewest micro-batches that have too few samples for the ranks, if that is not bounded yet: where
+    it takes long, so do those with more.
+    """
+    known = context.free_s.get(branch.candidate.config.any_micro_batches, {})
+    return next((each for each in branch.scarce[:-1] if each.mesh.micro_batches not in known), None)
 
 
 def _by_pipeline(
@@ -96,7 +109,7 @@ def _by_pipeline(
     before = time.monotonic()
     bounds = context.bounds(decision_graph, fewest)
     context.took("build", before)
-    again = []
+    again, scarce = [], [each.candidate.config for each in multiples if each.doubt > 1.0]
     for each in multiples:
         config, micro_batches = each.candidate.config, each.candidate.config.mesh.micro_batches
         peak_bytes = bounds.costs.least_bytes(fewest.mesh.micro_batches / micro_batches)
@@ -109,6 +122,7 @@ def _by_pipeline(
         growth = (micro_batches / fewest.mesh.micro_batches) ** GROWTH
         known = bounds if is_similar else None
         each = replace(each, candidate=candidate, bounds=known, met=bounds.choices, growth=growth)
+        each = replace(each, scarce=tuple(scarce[: scarce.index(config) + 1]) if config in scarce else ())
         if config == fewest:
             each = replace(each, formulated=bounds.costs.space)
         found += [
@@ -124,13 +138,20 @@ def _by_pipeline(
 
 def _by_itself(context: SearchContext, decision_graph: DecisionGraph, branch: Branch) -> Branch:
     """A pipeline with the costs of its own configuration."""
-    before, config = time.monotonic(), branch.candidate.config
-    bounds = context.own_bounds.get(config) or context.bounds(decision_graph, config)
-    context.own_bounds[config] = bounds
-    context.took("build", before)
+    config = branch.candidate.config
+    bounds = _own_bounds(context, decision_graph, config)
     bound_s = max(branch.candidate.bound_s, bounds.free_s, bounds.packed_s(config.mesh.micro_batches))
     candidate = replace(branch.candidate, bound_s=bound_s)
     return replace(branch, candidate=candidate, formulated=bounds.costs.space, bounds=bounds)
+
+
+def _own_bounds(context: SearchContext, decision_graph: DecisionGraph, config: ParallelConfig) -> PipelineBounds:
+    """Those of a configuration with its own number of micro-batches, found once."""
+    if config not in context.own_bounds:
+        before = time.monotonic()
+        context.own_bounds[config] = context.bounds(decision_graph, config)
+        context.took("build", before)
+    return context.own_bounds[config]
 
 
 def _estimated(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
@@ -147,7 +168,7 @@ def _proved(context: SearchContext, branch: Branch, best: Incumbent | None) -> B
     solved that.
     """
     branch = replace(_at_prices(context, branch, best, is_proof=True), is_priced=True)
-    return close(branch, best) if is_near(context, branch, best) else _cut(context, branch, best)
+    return close(branch, best) if is_near(context, branch, best) else _cut(context, branch, best, THOROUGH)
 
 
 def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None, is_proof: bool) -> Branch:
@@ -163,16 +184,16 @@ def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None, i
     return replace(branch, candidate=candidate, met=found.choices, likely_s=max(found.expected_s, bound_s))
 
 
-def _cut(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+def _cut(context: SearchContext, branch: Branch, best: Incumbent | None, effort: int = QUICK) -> Branch:
     """A pipeline cut for what solves its relaxation."""
     before = time.monotonic()
     for choices in dict.fromkeys((*reversed(branch.met), *_typical(context, branch))):
-        branch = _with_pipeline(context, branch, choices, best)
+        branch = _with_pipeline(context, branch, choices, best, effort)
         best = better(best, branch)
     if best is None:  # nothing fits so far
         space = branch.space.holding(branch.candidate.config.in_flight)
         light = lightest(space.problem(context.limit_bytes, branch.pareto_frontier.steps[-1]))
-        branch = _with_pipeline(context, branch, light, best)
+        branch = _with_pipeline(context, branch, light, best, effort)
         best = better(best, branch)
     context.took("solve", before)
     branch = replace(branch, is_sought=True)
@@ -190,7 +211,7 @@ def _typical(context: SearchContext, branch: Branch) -> tuple[tuple[int, ...], .
 
 
 def _with_pipeline(
-    context: SearchContext, branch: Branch, choices: tuple[int, ...] | None, best: Incumbent | None
+    context: SearchContext, branch: Branch, choices: tuple[int, ...] | None, best: Incumbent | None, effort: int
 ) -> Branch:
     """The branch with a pipeline of these choices as its plan, if one is found that fits and is faster."""
     if choices is None:
@@ -198,7 +219,7 @@ def _with_pipeline(
     assert branch.pipeline is not None
     links = context.links(branch.space, choices)
     below_s = branch.candidate.objective_s if best is None else min(target_s(best), branch.candidate.objective_s)
-    found = stage(links, [branch.pipeline], context.limit_bytes, below_s)
+    found = stage(links, [branch.pipeline], context.limit_bytes, below_s, effort)
     if found is None:
         return branch
     candidate = replace(branch.candidate.costing(found.evaluation), status="feasible")

@@ -114,13 +114,13 @@ def _is_summed(context: SearchContext, branch: Branch) -> bool:
 
 def _cannot_fit(context: SearchContext, branch: Branch) -> bool:
     """Whether no plan of a branch fits, without following any."""
-    return _is_summed(context, branch) and branch.candidate.peak_bytes > context.cost.cluster.device.usable_bytes
+    return _is_summed(context, branch) and branch.candidate.peak_bytes > context.usable_bytes
 
 
 def _worth_bytes(context: SearchContext, minimal: Sequence[MinMemoryPlan]) -> float:
     """What needs more than this by the search's sum hardly needs as little as the minimum-memory plan, nor fits."""
     least = min((plan.bytes for plan in minimal), default=math.inf)
-    return max(least, context.cost.cluster.device.usable_bytes) / LEAST_SHARE
+    return max(least, context.usable_bytes) / LEAST_SHARE
 
 
 def _breakpoints(branch: Branch) -> Iterable[int]:
@@ -179,7 +179,7 @@ def _micro_batched(context: SearchContext, branch: Branch, best: Incumbent) -> M
     gathers, if there is any.
     """
     links = context.links(best.space, best.choices)
-    wanted, usable_bytes = context.pipelines(best.config, len(links)), context.cost.cluster.device.usable_bytes
+    wanted, usable_bytes = context.pipelines(best.config, len(links)), context.usable_bytes
     found, ways = None, ((links, usable_bytes, THOROUGH), ([link.least_memory for link in links], None, QUICK))
     for chain, limit_bytes, effort in ways[_cannot_fit(context, branch) :]:
         staged = stage(chain, wanted, limit_bytes, effort=effort)

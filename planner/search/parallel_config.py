@@ -283,31 +283,39 @@ def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def seeds(configs: tuple[ParallelConfig, ...], cluster: ClusterSpec, graph: Graph) -> list[ParallelConfig]:
-    """Shapes to evaluate first, one for each number of stages, and one of a step without micro-batches.
+def seeds(
+    configs: tuple[ParallelConfig, ...], cluster: ClusterSpec, graph: Graph
+) -> tuple[list[ParallelConfig], list[ParallelConfig]]:
+    """Shapes to evaluate first, one for each number of stages and one of a step without micro-batches; and of the
+    former others, whose micro-batches are larger.
 
-    The last axis is a node or what there is of one, and micro-batches have one sample on each rank of the others. The
-    first has just so many stages that the parameters of one, shared by the last axis, and their gradients take at most
-    half of the memory; then those with fewer or more.
+    The last axis is a node or what there is of one. Micro-batches have one sample on each rank of the others, as where
+    the last axis shares weights; the others' one on each of all ranks, as where every axis shares the batch, if there
+    are as many as stages. The first have just so many stages that the parameters of one, shared by the last axis, and
+    their gradients take at most half of the memory; then come those with fewer or more.
     """
-    batch, found = batch_of(graph) or 1, dict[tuple[int, bool], tuple[tuple[float, ...], ParallelConfig]]()
+    batch, found = batch_of(graph) or 1, dict[tuple[bool, int, bool], tuple[tuple[float, ...], ParallelConfig]]()
     for config in configs:
         ranks = config.mesh.size
         inner = min(ranks, cluster.spans[0])
-        micro_batches = max(1, batch * inner // ranks)
         axes = config.mesh.micro_batched(1).axes
-        off = (
-            abs(math.log(axes[-1].size / inner)),
-            abs(math.log(config.mesh.micro_batches / micro_batches)),
-            float(len(axes)),
-        )
-        key = config.stages, config.micro_batched
-        if key not in found or off < found[key][0]:
-            found[key] = off, config
+        for is_larger, sharing_batch in ((False, ranks // inner), (True, ranks)):
+            micro_batches = max(1, batch // sharing_batch)
+            if is_larger and (not config.micro_batched or micro_batches < config.stages):
+                continue
+            off = (
+                abs(math.log(axes[-1].size / inner)),
+                abs(math.log(config.mesh.micro_batches / micro_batches)),
+                float(len(axes)),
+            )
+            key = is_larger, config.stages, config.micro_batched
+            if key not in found or off < found[key][0]:
+                found[key] = off, config
     parameters = sum(leaf.results[0].size_bytes for leaf in graph.leaves if leaf.op == "param")
     enough = max(1.0, 4 * parameters / cluster.spans[0] / max(1, cluster.device.usable_bytes))
-    order = sorted(found, key=lambda key: (abs(math.log2(key[0] / enough) - 0.5), *key))
-    return [found[key][1] for key in order]
+    order = sorted(found, key=lambda key: (abs(math.log2(key[1] / enough) - 0.5), *key))
+    usual, larger = ([found[key][1] for key in order if key[0] == is_larger] for is_larger in (False, True))
+    return usual, [config for config in larger if config not in usual]
 
 
 class Arithmetic:

@@ -13,7 +13,8 @@ What does not depend on the mesh is found once (:mod:`planner.formulation.decisi
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from planner.base.errors import InputError
@@ -29,7 +30,7 @@ from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
 from planner.search.home_search import search_homes
 from planner.search.left_out import check_schedule, why_no_pipelines
-from planner.search.micro_batch_search import search_micro_batches
+from planner.search.micro_batch_search import ModelBlocks, search_micro_batches
 from planner.search.offload_search import check_offloads
 from planner.search.search_context import Progress, SearchContext
 
@@ -68,6 +69,43 @@ def search(
         ClusterError: the model cannot be divided among so many devices at all.
         InfeasibleError: nothing fits in memory; says by how much, and what would.
     """
+    begun = begin_search(
+        graph,
+        cluster,
+        pins,
+        training,
+        folding=folding,
+        max_axes=max_axes,
+        time_limit_s=time_limit_s,
+        gap=gap,
+        progress=progress,
+    )
+    return search_homes(begun.context, graph, begun.plan)
+
+
+@dataclass(frozen=True)
+class SearchBegun:
+    """A search before its first mesh: its ``context``, and ``plan``, which finds the fastest plan within one; it may be
+    given one that fits as ``known``.
+    """
+
+    context: SearchContext
+    plan: Callable[..., Searched]
+
+
+def begin_search(
+    graph: Graph,
+    cluster: ClusterSpec,
+    pins: Pins,
+    training: Training,
+    *,
+    folding: bool = True,
+    max_axes: int = MAX_AXES,
+    time_limit_s: float = TIME_LIMIT_S,
+    gap: float = 0.0,
+    progress: Progress | None = None,
+) -> SearchBegun:
+    """Fold the graph, and say what is searched; arguments and errors are those of :func:`search`."""
     check_time_limit(time_limit_s)
     check_gap(gap)
     check_axes(max_axes)
@@ -87,9 +125,8 @@ def search(
         CostModel(cluster), training, rules_of(graph, folded), pins, levels, deadline, progress, gap=gap
     )
     context.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
-    return search_homes(
-        context, graph, partial(search_micro_batches, folded=folded, max_axes=max_axes, left_out=left_out)
-    )
+    model = ModelBlocks(folded)
+    return SearchBegun(context, partial(search_micro_batches, model=model, max_axes=max_axes, left_out=left_out))
 
 
 def check_time_limit(seconds: float) -> None:

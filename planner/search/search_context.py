@@ -21,7 +21,6 @@ from planner.formulation.remat.levels import Levels
 from planner.formulation.search_space import Space
 from planner.formulation.stage_costs import StageCosts
 from planner.formulation.training import Training
-from planner.ir.layout import Mesh
 from planner.ops.sharding_rule import Rule
 from planner.search.parallel_config import ParallelConfig, pipelines_of, schedules
 from planner.search.pipeline_bounds import PipelineBounds, least_send_s
@@ -37,10 +36,10 @@ class SearchContext:
 
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
-    ``formulated`` the last space of each configuration, ``laid_on`` that of each mesh, ``paths`` those of the schedule
-    of each pipeline, ``own_bounds`` those of configurations by themselves, ``free_s`` what plans take if memory and
-    waiting cost nothing, by micro-batches, ``typical`` what solves the problem of a typical rank, and ``chains`` those
-    of choices.
+    ``formulated`` the last space of each configuration, ``spaces`` all of them, ``paths`` those of the schedule of each
+    pipeline, ``own_bounds`` those of configurations by themselves, ``free_s`` what plans take if memory and waiting
+    cost nothing, by micro-batches, ``typical`` what solves the problem of a typical rank, and ``chains`` those of
+    choices. A plan may take ``memory_bytes`` of a device; ``None``: all that it can use.
     """
 
     cost: CostModel
@@ -55,18 +54,29 @@ class SearchContext:
     gap: float = 0.0
     known: dict[str, Labels] = field(default_factory=dict)
     formulated: dict[ParallelConfig, Space] = field(default_factory=dict)
-    laid_on: dict[Mesh, Space] = field(default_factory=dict)
     paths: dict[Pipeline, Paths] = field(default_factory=dict)
     own_bounds: dict[ParallelConfig, PipelineBounds] = field(default_factory=dict)
     free_s: dict[object, dict[int, float]] = field(default_factory=dict)
     typical: dict[Space, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     chains: dict[tuple[Space, tuple[int, ...]], tuple[Link, ...]] = field(default_factory=dict)
+    spaces: dict[tuple[DecisionGraph, ParallelConfig, Training], Space] = field(default_factory=dict)
     stored: StoredLayouts | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of a device that a plan may take: ``memory_bytes``, or all that it can use."""
+        return self.cost.cluster.device.usable_bytes if self.memory_bytes is None else self.memory_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """Memory that a plan may fill by the search's own reckoning, ``spare_bytes`` less than a device has."""
-        return self.cost.cluster.device.usable_bytes - self.spare_bytes
+        """Memory that a plan may fill by the search's own reckoning, ``spare_bytes`` less than it may take."""
+        return self.usable_bytes - self.spare_bytes
+
+    def within(self, memory_bytes: int, deadline: float) -> SearchContext:
+        """The same search within other memory: what does not depend on it stays known."""
+        seconds = {"build": 0.0, "solve": 0.0}
+        return replace(self, memory_bytes=memory_bytes, deadline=deadline, seconds=seconds, own_bounds={}, typical={})
 
     def labels(self, decision_graph: DecisionGraph, label: str) -> Labels:
         """:func:`planner.formulation.constraints.labels.label_blocks`, found once."""
@@ -77,6 +87,9 @@ class SearchContext:
     def formulate(self, decision_graph: DecisionGraph, config: ParallelConfig) -> Space:
         """Every decision to take in one configuration."""
         mesh, graph = config.mesh, decision_graph.graph
+        key = decision_graph, config, self.training
+        if key in self.spaces:
+            return self.spaces[key]
         kept = filters(self.pins, graph, self.rules, mesh, partial(self.labels, decision_graph))
         if self.stored is not None:
             kept = kept[0], self.stored.allow_leaf(mesh)
@@ -89,14 +102,15 @@ class SearchContext:
             *kept,
             decision_graph,
             config.pace(self.pins.schedule),
-            like=self.laid_on.get(mesh),
+            like=next((space for each, space in self.formulated.items() if each.mesh == mesh), None),
         )
-        self.formulated[config] = self.laid_on[mesh] = space
+        self.formulated[config] = space
         empty = [variable for variable, options in space.options.items() if not options]
         if empty:
             raise PinError(
                 f"the pins leave no way to run {space.describe(empty[0])} on mesh {mesh.sizes}; relax one of them"
             )
+        self.spaces[key] = space
         return space
 
     def bounds(self, decision_graph: DecisionGraph, config: ParallelConfig) -> PipelineBounds:

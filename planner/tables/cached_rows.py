@@ -40,13 +40,13 @@ def predict_cache(table: EmbeddingTable, capacity: int, batch: int, optimizer_st
     capacity; another row is there if the batch before has looked it up, too.
 
     Args:
-        batch: samples of a batch, each with ``table.pooling`` look-ups.
+        batch: samples of a batch, each with ``table.lookups(1)`` look-ups.
         optimizer_state: numbers that move with each weight.
 
     Raises:
         InputError: a batch is expected to look up more distinct rows than there is room for.
     """
-    lookups = batch * table.pooling
+    lookups = table.lookups(batch)
     with np.errstate(divide="ignore"):  # a row that is always looked up
         needed = -np.expm1(lookups * np.log1p(-np.minimum(1, np.sort(table.frequencies())[::-1])))
     unique = float(needed.sum())

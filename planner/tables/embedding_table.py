@@ -18,7 +18,8 @@ class EmbeddingTable:
     Attributes:
         name: in errors, placements and states.
         rows, features: its shape.
-        pooling: ids that each sample looks up.
+        pooling: ids of each bag.
+        bags: of each sample.
         item_bytes: of a number.
         histogram: how often each row is looked up, in any unit; ``None`` for equally often.
     """
@@ -28,10 +29,11 @@ class EmbeddingTable:
     features: int
     pooling: int = 1
     item_bytes: int = 4
+    bags: int = 1
     histogram: Sequence[float] | NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for what in ("rows", "features", "pooling", "item_bytes"):
+        for what in ("rows", "features", "pooling", "item_bytes", "bags"):
             if getattr(self, what) < 1:
                 raise InputError(f"table {self.name!r} has {what} {getattr(self, what)}: give at least 1")
         if self.histogram is None:
@@ -45,6 +47,10 @@ class EmbeddingTable:
         if not np.isfinite(counts).all() or counts.min() < 0 or counts.sum() <= 0:
             raise InputError(f"the histogram of table {self.name!r} must hold counts of at least 0, and some above")
         object.__setattr__(self, "histogram", counts)
+
+    def lookups(self, samples: float) -> float:
+        """How many ids so many samples look up."""
+        return samples * self.bags * self.pooling
 
     def frequencies(self, part: slice = slice(None)) -> NDArray[np.float64]:
         """The share of all look-ups that falls to each row of a part."""

@@ -9,6 +9,7 @@ from typing import Literal
 from planner.base.formatting import in_bytes, in_seconds
 from planner.tables.sharding_options import Kind, ShardingOption
 
+Status = Literal["optimal", "feasible"]
 Options = Mapping[str, tuple[ShardingOption, ...]]
 """The ways to shard each table, by name."""
 
@@ -50,7 +51,7 @@ class Placement:
 
     tables: tuple[PlacedTable, ...]
     ranks: int
-    status: Literal["optimal", "feasible"]
+    status: Status
     bound_s: float
 
     @property

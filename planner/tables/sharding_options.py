@@ -90,7 +90,7 @@ class _Options:
         everywhere = (tuple(range(ranks)),)
         by_node = tuple(tuple(range(first, first + inside)) for first in range(0, ranks, inside))
         all_ranks, lane, node = Axis("ranks", ranks, 1), Axis("nodes", nodes, inside), Axis("node", inside, 1)
-        bags = self.step.batch * table.features * table.item_bytes
+        bags = self.step.batch * table.bags * table.features * table.item_bytes
         there_and_back = 2 * self.collective_s("all_to_all", all_ranks, bags)
         yield self.option("table", 1, singles, there_and_back)
         for parts in range(2, ranks + 1):
@@ -127,18 +127,18 @@ class _Options:
         table, step = self.table, self.step
         features = table.features // columns
         slices = _slices(table.rows, row_parts)
-        lookups = step.batch * table.pooling / sample_parts
-        seconds = max(self.part_s(part, features, lookups, step.batch // sample_parts) for part in slices)
+        lookups, bags = table.lookups(step.batch) / sample_parts, step.batch * table.bags // sample_parts
+        seconds = max(self.part_s(part, features, lookups, bags) for part in slices)
         rows = -(-table.rows // row_parts)
-        numbers = rows * features * (2 + step.state) + 2 * features * step.batch // sample_parts
+        numbers = rows * features * (2 + step.state) + 2 * features * bags
         return ShardingOption(kind, parts, groups, seconds + communicating_s, numbers * table.item_bytes)
 
-    def part_s(self, part: slice, features: int, lookups: float, samples: int) -> float:
+    def part_s(self, part: slice, features: int, lookups: float, count: int) -> float:
         """Seconds of kernels: the look-up, its backward and the update of one part's rows."""
         table = self.table
         rows, width = len(range(table.rows)[part]), features * table.item_bytes
         found, ids = table.unique_ids(lookups, part) * width, lookups * ID_BYTES
-        bags = samples * width
+        bags = count * width
         forward = ids + found + bags
         backward = ids + bags + 2 * found + rows * width
         update = (2 * (1 + self.step.state) + 1) * rows * width

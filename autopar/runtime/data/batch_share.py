@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.graph.rows import Rows, as_slice, take
 from autopar.runtime.spmd.interface import LeafSpec
-from autopar.runtime.spmd.mesh import Rows, as_slice, rows_of, take
+from autopar.runtime.spmd.mesh import rows_of
 from planner.base.errors import InputError
 from planner.ir.layout import Mesh
 

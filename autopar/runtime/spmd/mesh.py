@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from autopar.graph.rows import Rows, as_slice, take
 from autopar.runtime.host.timeouts import be_patient
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from autopar.runtime.spmd.resharding import convert
@@ -155,10 +156,6 @@ def whole_of(value: Tensor) -> Tensor:
     return part
 
 
-Rows = tuple[slice | torch.Tensor, ...]
-"""Which indices of each dim a rank holds; a slice where they are contiguous."""
-
-
 def rows_of(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Rows:
     """Where the part of a tensor that ``rank`` holds lies in the whole."""
     place = coordinates(mesh, rank)
@@ -172,24 +169,6 @@ def rows_of(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Ro
             start = place[axis] * piece
             rows[local_type.dim] = whole[:, start : start + piece].flatten()
     return tuple(as_slice(indices) for indices in rows)
-
-
-def as_slice(indices: torch.Tensor) -> slice | torch.Tensor:
-    """Indices, as a slice where they are contiguous."""
-    if not len(indices):
-        return slice(0, 0)
-    first, last = int(indices[0]), int(indices[-1])
-    return slice(first, last + 1) if last - first + 1 == len(indices) else indices
-
-
-def take(full: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The part of ``full`` in ``rows``; a view where all of them are slices."""
-    for dim, indices in enumerate(rows):
-        if isinstance(indices, slice):
-            full = full.narrow(dim, indices.start, indices.stop - indices.start)
-        else:
-            full = full.index_select(dim, indices.to(full.device))
-    return full
 
 
 def part_of(full: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:

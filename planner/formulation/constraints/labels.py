@@ -153,8 +153,8 @@ LABELS = {
     "table": Label(
         of_rows("table"),
         "slabs of embedding tables",
-        missing="shards the slabs of autopar.EmbeddingTables, and the model has none: write its tables with them and "
-        "place them (EmbeddingTables.placed), or leave out 'table'",
+        missing="holds slabs of embedding tables, and no table lies in one: see docs/tables.md for which may, or leave "
+        "out 'table'",
         remedy="place the tables on as many ranks, or change the pin",
     ),
     "stream": Label(_tokens),

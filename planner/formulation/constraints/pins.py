@@ -20,6 +20,7 @@ from planner.formulation.remat.levels import COMPUTED, Level
 from planner.formulation.training import Activations, Tier, Update
 from planner.formulation.unsharding import PER_MICRO_BATCH, Unsharding
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
+from planner.tables.tables_plan import NO_SLAB, SLABS
 
 BatchNorm = Literal["micro_batch"]
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
@@ -48,6 +49,10 @@ class Pins:
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
         keep: globs of module paths whose operators' results these blocks keep all the same.
         layers: glob of module path -> {axis name: strategy}.
+        tables: glob of a parameter or module -> how its embedding table may lie: in slabs of ranks whole (``table``) or
+            by columns (``column``), in those of nodes by rows or columns (``table-row``, ``table-column``), or in none
+            (``none``), decided as any operator. Of globs the first that matches counts; what none matches is left to
+            the placement.
         stages: of the pipeline, ``pipeline`` in the user's form; ``None`` leaves it to the search, as the others do.
         micro_batches: micro-batches in which a step takes the global batch.
         batch_norm: ``micro_batch`` lets batch norms normalise by the statistics of each micro-batch, where there are
@@ -69,6 +74,7 @@ class Pins:
     recompute: Level | None = None
     keep: tuple[str, ...] = ()
     layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    tables: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stages: int | None = None
     micro_batches: int | None = None
     batch_norm: BatchNorm | None = None
@@ -89,7 +95,7 @@ class Pins:
             raise PinError(f"pin is {pin!r}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
         pin = dict(pin or {})
         known = {*ROLES, *COUNTS, "sequence_parallel", "zero", "recompute", "offload", "update", "activations"}
-        known |= {"layers", "schedule", "batch_norm"}
+        known |= {"layers", "tables", "schedule", "batch_norm"}
         unknown = sorted(set(pin) - known, key=str)
         if unknown:
             told = "".join(f"; {hint}" for name in unknown if (hint := meant(name, known)))
@@ -139,6 +145,7 @@ class Pins:
             recompute,
             keep,
             layers,
+            _tables(pin.pop("tables", None)),
             counts["pipeline"],
             counts["micro_batches"],
             batch_norm,
@@ -192,6 +199,10 @@ class Pins:
             found["recompute"] = {"keep": list(self.keep)} if self.keep else self.recompute
         if self.layers:
             found["layers"] = {path: dict(axes) for path, axes in self.layers.items()}
+        if self.tables:
+            found["tables"] = {
+                glob: kinds[0] if len(kinds) == 1 else list(kinds) for glob, kinds in self.tables.items()
+            }
         if self.offload is not None:
             found["offload"] = self.offload
         if self.update != "after":
@@ -223,6 +234,22 @@ def _recompute(value: object) -> tuple[Level | None, tuple[str, ...]]:
         f"pin 'recompute' is {value!r}; it is one of {', '.join(map(repr, COMPUTED))}, or says of which modules the "
         "results are kept: {'keep': ['*.self_attn', '*.mlp.up']}"
     )
+
+
+def _tables(value: object) -> Mapping[str, tuple[str, ...]]:
+    """Pinned ways in which tables may lie, by glob."""
+    known = (*SLABS, NO_SLAB)
+    given = value if isinstance(value, Mapping) else {} if value is None else {"*": value}
+    found: dict[str, tuple[str, ...]] = {}
+    for glob, each in given.items():
+        kinds = (each,) if isinstance(each, str) else each
+        found[glob] = tuple(kinds) if isinstance(kinds, list | tuple) else ()
+        if not isinstance(glob, str) or not found[glob] or not all(kind in known for kind in found[glob]):
+            raise PinError(
+                f"pin 'tables' has {each!r} for {glob!r}; it says how embedding tables may lie, all in one way, "
+                f"or by module path (with * and ?): {', '.join(map(repr, known))}, or a list of these"
+            )
+    return found
 
 
 def _offload(value: object) -> Offload | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 
 from planner.base.errors import PinError, PlanError
+from planner.base.globs import is_of, modules_of
 from planner.formulation.remat.levels import ALONE, Level
 from planner.formulation.unsharding import PER_MICRO_BATCH, PER_STEP, Unsharding
 from planner.ir.folding import Folded, Instance, relabel
@@ -55,17 +55,7 @@ def way_of(zero: Zero | None, name: str) -> int | None:
     """What is pinned for a parameter, by its name."""
     if not isinstance(zero, Mapping):
         return zero
-    return next((way for glob, way in zero.items() if _matches(glob, name)), None)
-
-
-def _matches(glob: str, name: str) -> bool:
-    return any(fnmatchcase(each, glob) for each in (name, *_modules(name)))
-
-
-def _modules(name: str) -> list[str]:
-    """The paths of the modules that a parameter is in, the outermost first, without the model itself."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
+    return next((way for glob, way in zero.items() if is_of(glob, name)), None)
 
 
 def ways_of(zero: Zero | None) -> Ways:
@@ -112,17 +102,17 @@ def check_zero(zero: Zero | None, graph: Graph) -> None:
     if not isinstance(zero, Mapping):
         return
     names = [leaf.target or leaf.name for leaf in graph.leaves if leaf.op == "param"]
-    first = {name: next((glob for glob in zero if _matches(glob, name)), None) for name in names}
+    first = {name: next((glob for glob in zero if is_of(glob, name)), None) for name in names}
     for glob in zero:
         if glob in (*first.values(), "*"):
             continue
-        taken = next((first[name] for name in names if _matches(glob, name)), None)
+        taken = next((first[name] for name in names if is_of(glob, name)), None)
         if taken is not None:
             raise PinError(
                 f"pin 'zero': {glob!r} pins nothing, since {taken!r} and others before it match all that it matches: "
                 "put it first, or leave it out"
             )
-        paths = [*dict.fromkeys(path for name in names for path in _modules(name)), *names]
+        paths = [*dict.fromkeys(path for name in names for path in modules_of(name)), *names]
         near = difflib.get_close_matches(glob, paths, n=3, cutoff=0.4)
         hint = f"; {'close' if near else 'there'} are: {', '.join(map(repr, near or paths[:3]))}" if paths else ""
         raise PinError(f"pin 'zero': no parameter, and no module that has one, matches {glob!r}{hint}")

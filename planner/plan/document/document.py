@@ -15,6 +15,7 @@ from planner.analysis.offload.chunks import SAVED
 from planner.analysis.pipeline.staged import MicroBatchTimes
 from planner.analysis.prediction import Prediction
 from planner.base.errors import PlanError
+from planner.base.formatting import in_bytes
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Certificate, certify, of_part
@@ -32,6 +33,7 @@ from planner.search.parallel_config import ParallelConfig
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import simulate
 from planner.solve.transfers import TransferSchedule
+from planner.tables.tables_plan import TablesPlan
 
 EVALUATE = "autopar.evaluate(model, plan, example_kwargs=batch), with the loss_fn it was made with, if any"
 WITHOUT_GRAPH = (
@@ -53,7 +55,8 @@ class Search:
     the bound, see :class:`planner.search.candidates.Candidate`. ``unseen`` further ones were not looked at; they
     count in the gap. Meshes of more than ``max_axes`` axes were no candidates. ``time_limit_s`` is what the search
     could have taken after capture; ``None`` if that is not known. ``left_out`` says what was not searched, and why,
-    see :mod:`planner.search.left_out`.
+    see :mod:`planner.search.left_out`. ``limit_bytes`` is the memory within which it is the best, where a
+    device has more.
     """
 
     status: str
@@ -64,6 +67,7 @@ class Search:
     max_axes: int = MAX_AXES
     time_limit_s: float | None = None
     left_out: str = ""
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ class Document:
         notes: what of it may not have been meant, see :mod:`planner.plan.document.notes`.
         recorded: the details that a file brought along.
         rebinding: of a plan that was made of another one's decisions, of which; ``None``: it was searched for.
+        tables: where embedding tables lie that were placed; ``None``: all are decided as any other operator.
         assignment: the decisions themselves, where the plan was made in this process, as ``decided``; not part of the
             file, nor of what :func:`dataclasses.replace` makes of a plan, since that may decide otherwise.
     """
@@ -161,6 +166,7 @@ class Document:
     offload: Offload = "none"
     recorded: Account | None = field(default=None, compare=False, repr=False)
     rebinding: Rebinding | None = None
+    tables: TablesPlan | None = None
     assignment: Assignment | None = field(default=None, init=False, compare=False, repr=False)
     decided: InitVar[Assignment | None] = None
 
@@ -169,8 +175,17 @@ class Document:
 
     @property
     def qualified(self) -> str:
-        """What the word optimal is to be taken with, since the search decided nothing about it; empty: nothing."""
-        return "but for operators that no table knows" if self.unknown_share > WEIGHS else ""
+        """What the word optimal is to be taken with: less memory than there is, and what the search decided nothing
+        about; empty: nothing.
+        """
+        unknown = "but for operators that no table knows" if self.unknown_share > WEIGHS else ""
+        return " ".join(filter(None, (self.limited, unknown)))
+
+    @property
+    def limited(self) -> str:
+        """Within which memory the plan is the best, where a device has more; empty: within all."""
+        limit_bytes = self.search.limit_bytes
+        return "" if limit_bytes is None else f"within {in_bytes(limit_bytes)} a device"
 
     @property
     def sizes(self) -> dict[str, int]:

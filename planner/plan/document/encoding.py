@@ -29,6 +29,7 @@ from planner.plan.document.document import BlockPlan, Document, PipelinePlan, Se
 from planner.plan.document.rebinding import Rebinding
 from planner.plan.document.upgrade import of_version_2
 from planner.solve.transfers import TransferSchedule
+from planner.tables.tables_plan import TablesPlan
 
 FORMAT, VERSION = "autopar-plan", 3
 WIDTH = 110
@@ -46,6 +47,7 @@ FIELDS = (
         "mesh",
         "pin",
         "offload",
+        "tables",
     ),
     *("inputs", "blocks", "parameters", "buffers", "values", "outputs", "discards", "coverage", "unknown_share"),
     *("notes", "rebinding", "search", "predicted", "details", "leaves"),
@@ -118,6 +120,7 @@ def decisions(document: Document) -> dict[str, Any]:
         "mesh": [asdict(axis) for axis in document.mesh.axes],
         "pin": dict(document.pin),
         **({} if document.offload == document.pin.get("offload", "none") else {"offload": document.offload}),
+        **({"tables": _tables(document.tables)} if document.tables is not None else {}),
         "inputs": dict(document.inputs),
         "blocks": [
             {
@@ -162,9 +165,9 @@ def decode(data: Any) -> dict[str, Any]:
 
 
 def _search(search: Search) -> dict[str, Any]:
-    """What the search did as JSON; nothing left out is not said."""
+    """What the search did as JSON; nothing left out, and no limit but the device's, are not said."""
     found = {**asdict(search), "candidates": list(search.candidates)}
-    return {name: value for name, value in found.items() if value or name != "left_out"}
+    return {name: value for name, value in found.items() if value or name not in ("left_out", "limit_bytes")}
 
 
 def _prediction(predicted: Prediction) -> dict[str, Any]:
@@ -187,6 +190,12 @@ def _pipeline(pipeline: PipelinePlan) -> dict[str, Any]:
         "gathers": pipeline.unsharding.name,
         "waits": not pipeline.unsharding.prefetch,
     }
+
+
+def _tables(tables: TablesPlan) -> dict[str, Any]:
+    """Where tables lie, as JSON."""
+    each = {name: {**asdict(table), "slabs": list(table.slabs)} for name, table in tables.tables.items()}
+    return {"status": tables.status, "gap": tables.gap, "other_s": tables.other_s, "tables": each}
 
 
 def _transfer_schedules(tables: Iterable[TransferSchedule]) -> Any:
@@ -323,6 +332,7 @@ def _read_document(data: Mapping[str, Any]) -> dict[str, Any]:
         else (),
         "optimizer_bytes_per_element": field("optimizer_bytes_per_element", _read_bytes),
         "notes": field("notes", partial(read, tuple[str, ...])) if "notes" in data else (),
+        "tables": field("tables", partial(read, TablesPlan)) if "tables" in data else None,
         "rebinding": field("rebinding", partial(read, Rebinding)) if "rebinding" in data else None,
         "recorded": Account(
             field("details", partial(read, tuple[BlockDetail, ...], readers=CALLS)),

@@ -18,7 +18,7 @@ import numpy as np
 
 from planner.analysis.memory.storages import Held, PeakReport
 from planner.base.errors import PlanError
-from planner.base.formatting import in_bytes, in_percent, in_seconds, shape_text, sizes_text
+from planner.base.formatting import in_bytes, in_paragraph, in_percent, in_seconds, shape_text, sizes_text
 from planner.formulation.assignment import Assignment
 from planner.formulation.decision_names import filled, variable_names
 from planner.formulation.strategies import Choice
@@ -30,6 +30,7 @@ from planner.plan.document.document import BlockPlan, Document
 from planner.plan.report.summary import is_notable, local_name
 from planner.solve.choices import solve
 from planner.solve.problem import Evaluation, Problem, evaluate
+from planner.tables.tables_plan import TablePlan
 
 IN_WORDS = {
     "batch": "each rank computes its part of the batch",
@@ -111,6 +112,7 @@ class Explanation:
     Attributes:
         fullest_at: the peak of the step, where it is known.
         alive: what of all this is alive then, largest first.
+        tables: embedding tables that were placed, by the name of their parameter.
     """
 
     name: str
@@ -118,6 +120,7 @@ class Explanation:
     step_time_s: float
     ops: tuple[ExplainedOp, ...]
     leaves: tuple[ExplainedLeaf, ...]
+    tables: tuple[tuple[str, TablePlan], ...] = ()
     remark: str = ""
     fullest_at: str = ""
     alive: tuple[Held, ...] = ()
@@ -130,6 +133,7 @@ class Explanation:
         if light:
             rows = [f"  {op.block.name} / {op.name}: {self._short(op)}" for op in light]
             parts.append("\n".join(["and, without parameters, heavy work or communication:", *rows]))
+        parts += [f"{name}\n  placed    {in_paragraph(str(table))}" for name, table in self.tables]
         return "\n\n".join([*parts, *filter(None, [self._alive(), self.remark])]) + "\n"
 
     def _alive(self) -> str:
@@ -236,7 +240,9 @@ def explain(
         )
     ops = list(_find_ops(document, name))
     leaves = [leaf for leaf in _leaves(document) if any(_matches(each, name) for each in _leaf_names(document, leaf))]
-    if not ops and not leaves:
+    placed = {} if document.tables is None else document.tables.tables
+    tables = tuple((each, table) for each, table in placed.items() if each == name or _within(each, name))
+    if not ops and not leaves and not tables:
         raise PlanError(f"the plan has no module, operator or parameter called {name!r}{_near(document, name)}")
     explained_leaves = [_explain_leaf(document, leaf) for leaf in leaves]
     remark = ""
@@ -258,7 +264,7 @@ def explain(
     alive = () if fullest is None else tuple(_alive_of(document, name, fullest, ops, leaves))
     at = "" if fullest is None else fullest.at
     step_s = document.predicted.step_time_s
-    return Explanation(name, axes, step_s, tuple(ops), tuple(explained_leaves), remark, at, alive)
+    return Explanation(name, axes, step_s, tuple(ops), tuple(explained_leaves), tables, remark, at, alive)
 
 
 def _alive_of(

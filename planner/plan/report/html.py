@@ -63,31 +63,40 @@ ACROSS = 16
 Cell = str | tuple[str, str]
 
 
-def page(document: Document) -> str:
-    """A whole page."""
+def page(document: Document, beside: str = "") -> str:
+    """A whole page.
+
+    Args:
+        beside: HTML that stands below the head.
+    """
     title = escape(f"{document.model['class']} on {document.cluster.name}")
     body = "margin:0;padding:24px 12px;background:#f6f7fa"
     dark = "@media (prefers-color-scheme: dark) { body { background: #14181f !important; } }"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<style>{dark}</style></head>\n<body style="{body}">\n{fragment(document)}\n</body></html>\n'
+        f'<style>{dark}</style></head>\n<body style="{body}">\n{fragment(document, beside)}\n</body></html>\n'
     )
 
 
-def fragment(document: Document) -> str:
-    """An element to put into a page."""
+def fragment(document: Document, beside: str = "") -> str:
+    """An element to put into a page; see :func:`page`."""
     parts = [
-        f"<style>{_style()}</style>",
         _head(document),
         _note(document),
-        f'<div class="top"><div class="bars">{_step(document)}{_memory(document)}</div>{_mesh(document)}</div>',
+        beside,
+        f'<div class="top"><div class="bars">{step_card(document)}{memory_card(document)}</div>{_mesh(document)}</div>',
         _timeline(document),
         _blocks(document),
         f'<div class="two">{_collectives(document)}{_search(document)}</div>',
         _leaves(document),
     ]
-    return '<div class="autopar">' + "\n".join(filter(None, parts)) + "</div>"
+    return styled("\n".join(filter(None, parts)))
+
+
+def styled(html: str) -> str:
+    """An element with the report's style."""
+    return f'<div class="autopar"><style>{_style()}</style>\n{html}</div>'
 
 
 def _style() -> str:
@@ -105,7 +114,11 @@ def _style() -> str:
 def _head(document: Document) -> str:
     cluster, search, model = document.cluster, document.search, document.model
     proven = search.status == "optimal"
-    told = f"optimal {document.qualified}".rstrip() if proven else f"at most {search.gap * 100:.1f} % from the best"
+    told = (
+        f"optimal {document.qualified}".rstrip()
+        if proven
+        else f"at most {search.gap * 100:.1f} % from the best {document.limited}".rstrip()
+    )
     if document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
         told = "rebound"
     pills = [_pill(told, "good" if proven and not document.qualified else "warn")]
@@ -235,7 +248,8 @@ def _legend(uses: Mapping[str, float], total: float, show: Any, hints: Mapping[s
     return f'<div class="legend">{"".join(parts)}</div>'
 
 
-def _step(document: Document) -> str:
+def step_card(document: Document) -> str:
+    """What a step takes, and for what."""
     predicted = document.predicted
     return (
         f'<div class="card"><div class="figure"><b>{in_seconds(predicted.step_time_s)}</b>'
@@ -244,7 +258,8 @@ def _step(document: Document) -> str:
     )
 
 
-def _memory(document: Document) -> str:
+def memory_card(document: Document) -> str:
+    """What the fullest device holds, and of what."""
     predicted, device = document.predicted, document.cluster.device
     limit, peak = device.usable_bytes, predicted.peak_bytes
     thin = "thin" if peak < limit / 3 else ""

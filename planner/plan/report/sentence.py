@@ -230,4 +230,5 @@ def _figures(document: Document) -> Iterator[str]:
     elif document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
         yield "rebound, and compared with no other"
     else:
-        yield f"within {max(search.gap * 100, 0.01):.2g} % of {best}"
+        limited = f" {document.limited}" if document.limited else ""
+        yield f"within {max(search.gap * 100, 0.01):.2g} % of {best}{limited}"

@@ -81,6 +81,7 @@ def _head(document: Document) -> str:
     predicted, search, device = document.predicted, document.search, document.cluster.device
     proven = f" {document.qualified}" if document.qualified else ""
     proof = proven if search.status == "optimal" else f", at most {search.gap * 100:.1f} % from the best"
+    proof += f" {document.limited}" if search.status != "optimal" and document.limited else ""
     if document.rebinding is not None and document.rebinding.bound_by == "arithmetic":
         proof += " by arithmetic alone"
     steps = ", ".join(f"{step} {seconds:.2f}" for step, seconds in search.seconds.items())
@@ -96,6 +97,7 @@ def _head(document: Document) -> str:
         *(_stages(document) if document.pipeline is not None and document.pipeline.ranks > 1 else []),
         *([("outputs", in_paragraph(outputs(document)))] if document.discards else []),
         *([("offload", in_paragraph(offloads(document)))] if document.transfer_schedules else []),
+        *([("tables", in_paragraph(str(document.tables)))] if document.tables is not None else []),
         *([("without", in_paragraph(document.search.left_out))] if document.search.left_out else []),
         *([("dtypes", in_paragraph(said))] if (said := dtypes(document)) else []),
         ("step", in_seconds(predicted.step_time_s)),

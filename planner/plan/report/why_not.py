@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from planner.analysis.flips import Flip, PricedPlan, flips
 from planner.analysis.memory import Usage, usage
 from planner.analysis.memory.storages import is_before
 from planner.analysis.pipeline.peak_report import peak_micro_batched
+from planner.analysis.pipeline.staged import Staged
 from planner.analysis.prediction import seconds_by_use
-from planner.base.errors import PinError, PlanError
+from planner.base.errors import InfeasibleError, PinError, PlanError
 from planner.base.formatting import in_bytes, in_lines, in_seconds, labelled
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Decided
@@ -25,6 +27,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import called, state_of
 from planner.formulation.variables import Variable
 from planner.plan.document.document import WITHOUT_GRAPH, Document
+from planner.plan.document.pareto_point import GIB, memory_unit
 from planner.search.branch_and_bound import Searched
 from planner.search.candidates import PROVED
 from planner.search.conflict import MEMORY, Conflict, Recipe, as_written, conflict_of
@@ -69,6 +72,12 @@ class WhyNot:
         proven: whether both plans are proven to be the best.
         pinned: what the plan was pinned to that the recipe does not pin alike, but for sizes of axes that agree.
         left_out: why the plan's search did not look at such a step, where it is a micro-batched one.
+        flips: at which speeds of links, arithmetic and memory the two plans take equally long, see
+            :func:`planner.analysis.flips.flips`.
+        fits_from_bytes: of each device's memory that it takes for the recipe to have a plan, where there is none since
+            it is short; else 0.
+        seconds_per_gib: what the plan would take longer for each GiB less of memory, where the curve was given that
+            says so; else 0.
         conflict: why there is none.
     """
 
@@ -84,12 +93,16 @@ class WhyNot:
     proven: bool = True
     pinned: Mapping[str, Any] = field(default_factory=dict)
     left_out: str = ""
+    flips: tuple[Flip, ...] = ()
+    fits_from_bytes: int = 0
+    seconds_per_gib: float = 0.0
     conflict: Conflict | None = None
 
     def __str__(self) -> str:
         head = f"why not {', '.join(as_written(name, value) for name, value in self.pin.items()) or 'free'}"
         if self.conflict is not None:
-            return f"{head}: it cannot be\n{self.conflict}\n"
+            needed = f"  it has a plan from {in_bytes(self.fits_from_bytes)} a device on\n" * bool(self.fits_from_bytes)
+            return f"{head}: it cannot be\n{self.conflict}\n{needed}{self._price()}"
         share = self.extra_s / self.step_time_s if self.step_time_s else 0.0
         proof = "" if self.proven else " (of the best plans found in the time)"
         head += f": mesh {self.mesh}{proof}"
@@ -106,6 +119,7 @@ class WhyNot:
                 f"instead of {in_bytes(self.peak_bytes)}",
             ),
             ("", _parts(self.uses_bytes, _bytes)),
+            ("flips", in_lines(f"with {each}" for each in self._flips())),
         ]
         rows = [head, labelled(row for row in totals if row[1])]
         if self.extra_s < -PROVED * self.step_time_s:
@@ -117,9 +131,24 @@ class WhyNot:
         for block in self.blocks:
             cells = f"{_seconds(block.extra_s).rjust(10)}  {_bytes(block.extra_bytes).rjust(11)}".rstrip()
             rows += [f"    {block.name.ljust(width)}  {cells}"] if cells else []
-        return "\n".join(rows) + "\n"
+        return "\n".join(rows) + f"\n{self._price()}"
 
     __repr__ = __str__
+
+    def _flips(self) -> Iterator[str]:
+        """What would turn the order of the two plans, as they are."""
+        yield from map(str, self.flips)
+        if self.extra_bytes < 0:
+            least = in_bytes(self.peak_bytes + self.extra_bytes)
+            yield f"less than {in_bytes(self.peak_bytes)} of memory a device, which the plan takes; this one {least}"
+
+    def _price(self) -> str:
+        """What memory is worth."""
+        if not self.seconds_per_gib:
+            return ""
+        unit, size = memory_unit(self.peak_bytes)
+        price = in_seconds(self.seconds_per_gib * size / GIB)
+        return f"  each {unit} less would cost the plan {price} a step at least\n"
 
     def _pins(self) -> str:
         """What the plan was pinned to, and the recipe is not, as the user wrote it."""
@@ -134,13 +163,22 @@ class WhyNot:
         return "the plan's search did not find it. Plan again with this pin, or for longer"
 
 
-def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.0) -> WhyNot:
+def why_not(
+    plan: Document,
+    pin: Mapping[str, Any],
+    staged: Staged | None = None,
+    *,
+    time_limit_s: float = 60.0,
+    seconds_per_gib: float = 0.0,
+) -> WhyNot:
     """The best plan around a pinned recipe, beside a plan.
 
     Args:
         plan: one that carries its decisions.
         pin: the recipe, as :func:`autopar.plan` takes it; it stands by itself, without what the plan had pinned.
+        staged: how the plan runs micro-batched, if it does.
         time_limit_s: for every search that it takes.
+        seconds_per_gib: the price of memory where the plan is, if that is known.
 
     Raises:
         PlanError: the plan was read from a file, without its model.
@@ -169,10 +207,13 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
     facts = plan.predicted.step_time_s, plan.predicted.peak_bytes
     found = recipe.search((*recipe.pin, MEMORY))
     if not isinstance(found, Searched):
-        return WhyNot(pin, *facts, conflict=conflict_of(recipe))
-    staged = found.staged
-    if staged is not None:
-        time_s, memory_bytes = staged.time_s, peak_micro_batched(found.assignment, staged).by_use()
+        excess_bytes = found.excess_bytes if isinstance(found, InfeasibleError) else 0
+        needed = plan.cluster.device.usable_bytes + excess_bytes if excess_bytes > 0 else 0
+        conflict = conflict_of(recipe)
+        return WhyNot(pin, *facts, fits_from_bytes=needed, seconds_per_gib=seconds_per_gib, conflict=conflict)
+    other = PricedPlan(found.assignment, found.staged)
+    if other.staged is not None:
+        time_s, memory_bytes = other.staged.time_s, peak_micro_batched(other.assignment, other.staged).by_use()
         blocks: tuple[BlockDifference, ...] = ()
     else:
         memory = found.memory or usage(found.assignment)
@@ -189,7 +230,9 @@ def why_not(plan: Document, pin: Mapping[str, Any], *, time_limit_s: float = 60.
         blocks=blocks,
         proven=found.status == "optimal" and plan.search.status == "optimal",
         pinned=_pinned_otherwise(plan.pin, Pins.parse(pinned).to_dict(), found.best.config.sizes),
-        left_out=plan.search.left_out if staged is not None else "",
+        left_out=plan.search.left_out if other.staged is not None else "",
+        flips=flips(PricedPlan(plan.assignment, staged), other),
+        seconds_per_gib=seconds_per_gib,
     )
 
 

@@ -596,7 +596,7 @@ def _improve(work: _Work, found: _Found) -> None:
         load = np.bincount(work.home, times.work_s, p.ranks)
         busy = load[list(work.home)]
         for giver, taker in sorted(
-            ((a, b) for a in range(work.stages) for b in range(work.stages) if busy[a] > busy[b]),
+            ((a, b) for a in range(work.stages) for b in range(work.stages) if a != b and busy[a] >= busy[b]),
             key=lambda pair: float(busy[pair[1]] - busy[pair[0]]),
         ):
             if found.spent > until:

@@ -95,6 +95,20 @@ def test_plans_a_function(tmp_path: Path) -> None:
     assert html.read_text().lstrip().lower().startswith("<!doctype html")
 
 
+def test_step_time_against_memory_is_traced_and_every_point_is_a_plan(tmp_path: Path) -> None:
+    folder, html = tmp_path / "plans", tmp_path / "plan.html"
+    words = ("plan", f"{HERE}:small", "-c", "local:2", "--pin", "pipeline=1,micro_batches=1", "--html", html)
+    result = invoke(*words, "--pareto", folder)
+    assert result.exit_code == 0, result.output
+    plans = [Plan.load(path) for path in sorted(folder.iterdir())]
+    assert "step time against memory per device: Small on local" in result.stdout and 'type="radio"' in html.read_text()
+    peaks = [plan.predicted.peak_bytes for plan in plans]
+    assert len(plans) > 1 and peaks == sorted(peaks)
+    assert autopar.verify(Small(), plans[0], example_kwargs=small()[1]).verdict == "verified"
+    refused = invoke(*words, "--pareto", html)
+    assert refused.exit_code == 2 and "it is a file; give the name of a folder" in refused.output
+
+
 def test_a_plan_micro_batched_is_drawn_and_written_as_a_trace(tmp_path: Path, plan_file: Path) -> None:
     out, traces = tmp_path / "micro_batches.json", [tmp_path / "planned.json", tmp_path / "shown.json"]
     words = ("-c", "local:1", "--pin", "micro_batches=4", "--out", out, "--trace", traces[0])

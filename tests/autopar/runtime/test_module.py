@@ -16,7 +16,8 @@ import autopar
 from autopar.driver.plan import assign, plan_traced
 from autopar.driver.trace import trace
 from autopar.emit.initialization import _cut, _reader
-from autopar.runtime.spmd.mesh import groups_of, part_of, put_part, rows_of, take
+from autopar.graph.rows import take
+from autopar.runtime.spmd.mesh import groups_of, part_of, put_part, rows_of
 from autopar.verification.collective_counter import count_collectives, differences
 from autopar.verification.memory_meter import LiveBytes, held_tensors
 from autopar.verification.simulator import Simulation

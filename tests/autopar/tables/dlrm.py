@@ -1,10 +1,9 @@
-"""A DLRM (Naumov et al. 2019) with its tables in one module, plain or placed; and what each rank does with it."""
+"""A DLRM (Naumov et al. 2019) with plain torch tables of every form that is placed; and what each rank does with it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from itertools import cycle
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,28 +11,47 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.tables.embedding_tables import EmbeddingTables, PlacedEmbeddingTables
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
-from planner.tables.embedding_table import EmbeddingTable
-from planner.tables.place_tables import place
-from planner.tables.placement import Placement
-from planner.tables.sharding_options import Kind, TableStep, sharding_options
 
 BATCH, DENSE, FEATURES = 16, 4, 8
-SIZES = ((7, 1), (20, 3), (5, 1), (12, 2), (30, 1), (3, 1))
-"""Rows and pooling."""
+SIZES = ((8, 1, "one"), (20, 3, "sum"), (4, 1, "one"), (12, 2, "mean"), (32, 2, "each"), (16, 1, "sum"))
+"""Rows, ids of a sample, and what is made of them."""
+
+
+class Tables(nn.Module):
+    """``ids[b, c]``, those of all tables side by side -> vectors ``[b, n, features]``."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int, str]], features: int = FEATURES):
+        super().__init__()
+        self.sizes = tuple(sizes)
+        self.emb = nn.ModuleList(
+            nn.EmbeddingBag(rows, features, mode=form) if form in ("sum", "mean") else nn.Embedding(rows, features)
+            for rows, _, form in sizes
+        )
+
+    @property
+    def count(self) -> int:
+        """How many vectors there are of a sample."""
+        return sum(ids if form == "each" else 1 for _, ids, form in self.sizes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        bags, first = [], 0
+        for table, (_, count, form) in zip(self.emb, self.sizes, strict=True):  # ids are cut when they are looked up
+            bags.append(table(ids[:, first] if form == "one" else ids[:, first : first + count]))
+            first += count
+        return torch.cat([bag if bag.dim() == 3 else bag.unsqueeze(1) for bag in bags], 1)
 
 
 class Dlrm(nn.Module):
     """Dense features through an MLP, look-ups, dot products of each pair, and an MLP on top."""
 
-    def __init__(self, tables: nn.Module, count: int, features: int = FEATURES, dense: int = DENSE, hidden: int = 16):
+    def __init__(self, tables: Tables, features: int = FEATURES, dense: int = DENSE, hidden: int = 16):
         super().__init__()
         self.tables = tables
         self.bottom = nn.Sequential(nn.Linear(dense, hidden), nn.ReLU(), nn.Linear(hidden, features), nn.ReLU())
-        self.vectors = count + 1
-        pairs = self.vectors * count // 2
+        self.vectors = tables.count + 1
+        pairs = self.vectors * tables.count // 2
         self.register_buffer("pairs", torch.empty(pairs, dtype=torch.int64), persistent=False)
         self.top = nn.Sequential(nn.Linear(features + pairs, hidden), nn.ReLU(), nn.Linear(hidden, 1))
         self.reset_parameters()
@@ -44,13 +62,9 @@ class Dlrm(nn.Module):
 
     def forward(self, dense: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
         bottom = self.bottom(dense)
-        each = torch.stack([bottom, *self.tables(ids)], 1)
+        each = torch.cat([bottom.unsqueeze(1), self.tables(ids)], 1)
         dots = (each @ each.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
         return F.binary_cross_entropy_with_logits(self.top(torch.cat([bottom, dots], 1)).squeeze(1), labels)
-
-
-def tables() -> list[EmbeddingTable]:
-    return [EmbeddingTable(f"t{number}", rows, FEATURES, pooling) for number, (rows, pooling) in enumerate(SIZES)]
 
 
 def nodes_of_two() -> ClusterSpec:
@@ -61,29 +75,14 @@ def nodes_of_two() -> ClusterSpec:
     return ClusterSpec.from_dict(described)
 
 
-def placement(kinds: tuple[Kind, ...]) -> Placement:
-    """All tables in one dimension, or each in the next of several."""
-    cluster, step = nodes_of_two(), TableStep(BATCH)
-    each = zip(tables(), cycle(kinds), strict=False)
-    return place({table.name: sharding_options(table, cluster, step, (kind,)) for table, kind in each}, 4, 2**30)
-
-
-def model(mode: Any = "sum") -> Dlrm:
+def model() -> Dlrm:
     torch.manual_seed(0)
-    return Dlrm(EmbeddingTables(tables(), mode), len(SIZES)).double()
-
-
-def placed(original: Dlrm, kinds: tuple[Kind, ...]) -> Dlrm:
-    """A copy of the model whose tables are placed."""
-    found = copy.deepcopy(original)
-    assert isinstance(original.tables, EmbeddingTables)
-    found.tables = original.tables.placed(placement(kinds))
-    return found
+    return Dlrm(Tables(SIZES)).double()
 
 
 def batch(seed: int = 1) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    ids = [torch.randint(0, rows, (BATCH, pooling), generator=generator) for rows, pooling in SIZES]
+    ids = [torch.randint(0, rows, (BATCH, count), generator=generator) for rows, count, _ in SIZES]
     return {
         "dense": torch.randn(BATCH, DENSE, generator=generator, dtype=torch.float64),
         "ids": torch.cat(ids, 1),
@@ -91,63 +90,74 @@ def batch(seed: int = 1) -> dict[str, Tensor]:
     }
 
 
+def planned(pin: Mapping[str, Any]) -> Plan:
+    return autopar.plan(model(), nodes_of_two(), example_kwargs=batch(), pin=pin)
+
+
 def same(actual: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
-def same_tables(module: PlacedEmbeddingTables, state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    found = module.table_weights({name.removeprefix("tables."): v for name, v in state.items() if "tables." in name})
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        same(value, expected[name], name)
+def gradients(pmodel: Any) -> dict[str, Tensor]:
+    """Those of the original's parameters, whole."""
+    found = {name: p.grad.full_tensor() for name, p in pmodel.named_parameters()}
+    for slabs in pmodel.slabs:
+        found |= slabs.apart(found.pop(slabs.name))
+    return found
 
 
-def trains_as_the_original(document: Mapping[str, Any], kinds: tuple[Kind, ...], mode: str) -> float:
-    """Three steps of Adam; losses, gradients and weights are those of the model before it was placed."""
-    original = model(mode)
-    plan = Plan.from_dict(document)
-    pmodel = autopar.parallelize(placed(original, kinds), nodes_of_two(), plan=plan, example_kwargs=batch())
-    ours, theirs = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (pmodel, original))
-    tables_ = placed(original, kinds).tables
-    assert isinstance(tables_, PlacedEmbeddingTables) and isinstance(original.tables, EmbeddingTables)
+def trains_as_the_original(document: Mapping[str, Any]) -> float:
+    """Three steps of Adam: losses, gradients and weights; a state dict goes out and in; a smaller batch comes."""
+    original, plan = model(), Plan.from_dict(document)
+    before = copy.deepcopy(original.state_dict())
+    pmodel = autopar.parallelize(original, nodes_of_two(), plan=plan, example_kwargs=batch())
+    ours = pmodel.optimizer(torch.optim.Adam, lr=0.1, groups=[{"params": ["tables.emb.*"], "lr": 0.2}])
+    tables, others = (
+        [p for name, p in original.named_parameters() if name.startswith("tables.") == inside]
+        for inside in (True, False)
+    )
+    theirs = torch.optim.Adam([{"params": others}, {"params": tables, "lr": 0.2}], lr=0.1)
     for step in range(3):
         loss, expected = pmodel(**pmodel.shard(batch(step))), original(**batch(step))
         same(loss.detach(), expected.detach(), f"loss {step}")
         for each in (loss, expected):
             each.backward()
-        gradients = {name: p.grad.full_tensor() for name, p in pmodel.named_parameters()}
-        same_tables(tables_, gradients, {name: bag.weight.grad for name, bag in original.tables.bags.items()})
+        found = gradients(pmodel)
+        assert found.keys() == dict(original.named_parameters()).keys()
         for name, parameter in original.named_parameters():
-            if not name.startswith("tables."):
-                same(gradients[name], parameter.grad, f"gradient of {name} in step {step}")
+            assert parameter.grad is not None
+            same(found[name], parameter.grad, f"gradient of {name} in step {step}")
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    same_tables(tables_, pmodel.full_state_dict(), original.tables.table_weights())
+    state = pmodel.full_state_dict()
+    assert state.keys() == before.keys()
+    for name, value in original.state_dict().items():
+        same(state[name], value, name)
+    pmodel.load_state_dict(before)
+    original.load_state_dict(before)
+    small = {name: value[:8] for name, value in batch(7).items()}
+    same(pmodel(**pmodel.shard(small)).detach(), original(**small).detach(), "loss of a smaller batch")
     return expected.item()
 
 
-def planned(module: Dlrm) -> Plan:
-    return autopar.plan(module, nodes_of_two(), example_kwargs=batch(), pin={"table": 4})
+def looks_up_what_is_not_there(document: Mapping[str, Any]) -> None:
+    pmodel = autopar.parallelize(model(), nodes_of_two(), plan=Plan.from_dict(document), example_kwargs=batch())
+    ids = batch()
+    ids["ids"][3, 2] = 20
+    pmodel(**pmodel.shard(ids))
 
 
-def looks_up_what_is_not_there() -> None:
-    module = placed(model(), ("table",))
-    pmodel = autopar.parallelize(module, nodes_of_two(), plan=planned(module), example_kwargs=batch())
-    wrong = batch()
-    wrong["ids"][:, 2] = 20
-    pmodel(**pmodel.shard(wrong))
-
-
-def initialises_meta() -> None:
-    """Tables on the meta device are normally distributed, look up their own rows, and train."""
+def initialises_meta(documents: Sequence[Mapping[str, Any]]) -> None:
+    """Tables on the meta device initialise themselves in slabs as they do by themselves."""
     with torch.device("meta"):
-        module = placed(Dlrm(EmbeddingTables(tables()), len(SIZES)).double(), ("table", "column"))
-    with torch.device("cpu"):
-        whole = placed(model(), ("table", "column"))
-    pmodel = autopar.parallelize(module, nodes_of_two(), plan=planned(module), example_kwargs=batch())
-    whole.load_state_dict(pmodel.full_state_dict())
-    same(pmodel(**pmodel.shard(batch())).detach(), whole(**batch()).detach(), "loss")
-    assert isinstance(whole.tables, PlacedEmbeddingTables)
-    for name, weight in whole.tables.table_weights().items():
-        assert 0.3 < weight.std() < 2, name
+        meta = Dlrm(Tables(SIZES)).double()
+    plans = map(Plan.from_dict, documents)
+    states = [
+        autopar.parallelize(meta, nodes_of_two(), plan=each, example_kwargs=batch(), seed=3).full_state_dict()
+        for each in plans
+    ]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+        assert 0.3 < value.std() < 2 or "tables" not in name, name

@@ -117,6 +117,19 @@ def test_gradients_of_parameters_are_reduced_to_where_they_are_stored():
     assert [step.rule for step in found.route((Shard(0), Shard(1)), (I, I))] == ["S>I", "S>I"]
 
 
+@pytest.mark.parametrize("made", [table, gathering_table])
+def test_what_sums_over_micro_batches_is_added_up_along_routes(made):
+    costs = made(Mesh.of(**{MICRO: 2, "a": 2}))
+    several = 0
+    for src, dst in itertools.product(costs.layouts, repeat=2):
+        at = costs.index[src], costs.index[dst]
+        route = costs.route(src, dst) if np.isfinite(costs.backward_s[at]) else ()
+        sums = [costs.backward_s[costs.index[step.before], costs.index[step.after]] for step in route if not step.axis]
+        several += len(route) > 2 and sum(sums) > 0
+        assert costs.summing_s[at] == pytest.approx(sum(sums), abs=1e-15)
+    assert several
+
+
 def test_only_calls_that_parameters_share_are_priced_as_shared():
     def halved(kind, axis, bytes_in, is_shared):
         return price(kind, axis, bytes_in, is_shared) / (1 + is_shared)

@@ -7,15 +7,18 @@ from dataclasses import replace
 
 import pytest
 
+from planner.analysis.flips import at_speed
 from planner.base.errors import InfeasibleError, InputError, PinError, PlanError
+from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
+from planner.formulation.pinned_space import pinned_space
 from planner.formulation.training import Training
-from planner.plan.plan import Plan
+from planner.plan.plan import Plan, refold, reprice, restore
 from planner.plan.report.why_not import WhyNot
 from planner.search.branch_and_bound import Searched
 from planner.search.conflict import Recipe
 from planner.search.search import search
-from tests.planner.plans import WHOLE, cluster, plan_of, residual_mlp
+from tests.planner.plans import WHOLE, cluster, plan_of, residual_mlp, unwrapped
 
 GRAPH = residual_mlp()
 
@@ -50,6 +53,45 @@ def test_a_recipe_costs_what_planning_it_says_and_its_blocks_add_up(pin):
     assert sum(answer.uses_s.values()) == pytest.approx(answer.extra_s)
     assert sum(answer.uses_bytes.values()) == answer.extra_bytes
     assert answer.extra_s >= 0 and answer.proven
+
+
+def on(plan: Plan, spec: ClusterSpec) -> float:
+    """Seconds of a step of a plan's file on another cluster."""
+    read = Plan.from_dict({**plan.to_dict(), "cluster": spec.to_dict()})
+    folded, stages = refold(read, GRAPH, plan.model), 1 if read.pipeline is None else read.pipeline.ranks
+    space = pinned_space(GRAPH, folded, read.mesh, spec, read.pins, Training(), stages)
+    return reprice(read, restore(read, space, plan.model)).predicted.step_time_s
+
+
+@pytest.mark.parametrize(
+    "pin, prices",
+    [
+        ({"tensor": 4}, {"host links", "arithmetic", "device memory"}),
+        ({"pipeline": 2, "micro_batches": 4}, {"host links"}),
+        ({"data": 4}, set()),
+    ],
+)
+def test_the_order_of_the_plans_turns_where_it_is_said_to(pin, prices):
+    answer, other = plan().why_not(pin), plan_of(GRAPH, pin=pin)
+    assert {flip.what for flip in answer.flips} == prices
+    for flip in answer.flips:
+        assert str(flip) in unwrapped(answer)
+        below, above = (at_speed(plan().cluster, flip.what, flip.factor * (1 + eps)) for eps in (-1e-4, 1e-4))
+        assert (on(other, below) > on(plan(), below)) != (on(other, above) > on(plan(), above))
+        same = at_speed(plan().cluster, flip.what, flip.factor)
+        assert on(other, same) == pytest.approx(on(plan(), same), rel=1e-5)
+
+
+def test_it_says_what_memory_turns_the_order_and_what_a_gib_is_worth():
+    answer = plan().why_not({"tensor": 4})
+    assert answer.extra_bytes < 0 and "less than 9.8 MiB of memory a device, which the plan takes" in unwrapped(answer)
+    pinned = plan_of(GRAPH, pin=WHOLE)
+    curve = pinned.pareto(2)
+    priced = pinned.why_not({"tensor": 4}, pareto=curve)
+    assert priced.seconds_per_gib == curve.seconds_per_gib(curve.points[-1]) > 0
+    assert "each MiB less would cost the plan" in str(priced) and "each MiB" not in str(answer)
+    with pytest.raises(InputError, match="the curve is of ResidualMLP on 'local', and the plan of"):
+        tight().why_not({"tensor": 4}, pareto=curve)
 
 
 def test_the_best_recipe_costs_nothing():
@@ -162,7 +204,9 @@ def test_memory_and_a_pin_are_to_blame_together_and_the_excess_is_theirs_and_eno
     stages = search(GRAPH, tight().cluster, Pins.parse(without(recipe, "data")), Training())
     assert stages.best.config.stages > 1 and stages.peak_bytes <= tight().cluster.device.usable_bytes
     assert f"{conflict.excess_bytes:,} bytes" in conflict.reason and "smallest excess under these" in str(answer)
-    assert "it cannot be" in str(answer)
+    assert "it cannot be" in str(answer) and "it has a plan from" in str(answer)
+    whole = cluster(4, -(-answer.fits_from_bytes * 10 // 9) + 1)
+    assert plan_of(GRAPH, whole, recipe).predicted.peak_bytes <= answer.fits_from_bytes
     room = tight().cluster.device.usable_bytes + conflict.excess_bytes
     enough = cluster(4, -(-room * 10 // 9) + 1)
     assert plan_of(GRAPH, enough, {"zero": 0}).predicted.peak_bytes <= room

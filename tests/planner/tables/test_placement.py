@@ -60,7 +60,10 @@ def fastest_of_all(options: Options, ranks: int, memory_bytes: int) -> float:
     return float(seconds.max(1).min()) if len(seconds) else math.inf
 
 
-@pytest.mark.parametrize("count, ranks, seed", [(12, 4, 0), *((n, 4, n) for n in (5, 8, 9)), (10, 3, 1), (1, 4, 2)])
+SETS = [(12, 4, 0), (10, 3, 1), (1, 4, 2), *((n, 4, seed) for n in (5, 8, 9) for seed in range(n, n + 4))]
+
+
+@pytest.mark.parametrize("count, ranks, seed", SETS)
 def test_it_is_as_fast_as_the_best_of_all(count: int, ranks: int, seed: int) -> None:
     """With as much memory as there may be, and with little more than the tables take on average."""
     options = whole_tables(seed, count, ranks)
@@ -75,25 +78,28 @@ def test_it_is_as_fast_as_the_best_of_all(count: int, ranks: int, seed: int) -> 
         assert found.step_s == pytest.approx(best_s, rel=1e-6) and found.bound_s <= best_s * (1 + 1e-9)
 
 
-def test_it_is_as_fast_as_the_best_of_all_with_every_dimension() -> None:
-    """Options and groups of three tables on two nodes of two."""
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_as_fast_as_the_best_of_all_with_every_dimension(seed: int) -> None:
+    """Options and groups of three tables on two nodes of two, with as much memory as there may be, and with little."""
     cluster = ClusterSpec.from_dict({**CLUSTER.to_dict(), "levels": _levels(2)})
-    tables, step = random_tables(3, 3), TableStep(BATCH, 1)
-    options = {table.name: sharding_options(table, cluster, step) for table in tables}
+    options = {table.name: sharding_options(table, cluster, TableStep(BATCH, 1)) for table in random_tables(seed, 3)}
     assert {option.kind for each in options.values() for option in each} == {*KINDS}
     ways = [
         [(option, held) for option in each for held in itertools.combinations(range(len(option.groups)), option.parts)]
         for each in options.values()
     ]
-    best_s = math.inf
-    for chosen in itertools.product(*ways):
-        seconds = np.zeros(4)
-        for option, held in chosen:
+    taken = [np.zeros((len(each), 2, 4)) for each in ways]  # seconds and bytes of each rank, for every way
+    for of_table, each in zip(taken, ways, strict=True):
+        for way, (option, held) in zip(of_table, each, strict=True):
             for group in held:
-                seconds[list(option.groups[group])] += option.seconds
-        best_s = min(best_s, seconds.max())
-    found = place(options, 4, 10**12, gap=0)
-    assert found.status == "optimal" and found.step_s == pytest.approx(best_s, rel=1e-6)
+                way[:, list(option.groups[group])] += np.array([[option.seconds], [option.bytes]])
+    every = taken[0][:, None, None] + taken[1][:, None] + taken[2]
+    seconds, sizes = every[..., 0, :].max(-1), every[..., 1, :].max(-1)
+    for memory in (10**12, int(sizes.min() * 1.1)):
+        best_s = seconds[sizes <= memory].min()
+        found = place(options, 4, memory, gap=0)
+        assert found.status == "optimal" and max(found.bytes) <= memory
+        assert found.step_s == pytest.approx(best_s, rel=1e-6)
 
 
 def _levels(inside: int) -> list[object]:
@@ -101,17 +107,34 @@ def _levels(inside: int) -> list[object]:
     return [{**level, "size": inside} for level in levels]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_it_is_never_slower_than_largest_first(seed: int) -> None:
-    """The benchmark ``tables`` has fifty sets."""
-    step = TableStep(BATCH, 1)
-    options = {t.name: sharding_options(t, CLUSTER, step, ("table",)) for t in random_tables(seed, 20 + 10 * seed)}
-    memory = CLUSTER.device.usable_bytes
-    greedy = largest_first(options, 16, memory)
-    assert greedy is not None
-    found = place(options, 16, memory, time_limit_s=1)
-    assert found.step_s <= slowest_s(greedy, 16)
-    assert found.bound_s <= found.step_s and len(found.tables) == len(options)
+def greedy_s(options: Options, ranks: int) -> float:
+    """Seconds of the slowest rank where each table, the slowest first, goes to the rank that is done first."""
+    done = [0.0] * ranks
+    for (option,) in sorted(options.values(), key=lambda each: -each[0].seconds):
+        done[done.index(min(done))] += option.seconds
+    return max(done)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_it_is_faster_than_largest_first_where_that_is_worst(ranks: int) -> None:
+    """Times of which that makes 4 r - 1, a third more than the best, 3 r (Graham 1969)."""
+    times = [float(t) for t in range(2 * ranks - 1, ranks, -1) for _ in range(2)] + [float(ranks)] * 3
+    singles = tuple((rank,) for rank in range(ranks))
+    options = {f"t{n}": (ShardingOption("table", 1, singles, time, 1),) for n, time in enumerate(times)}
+    assert greedy_s(options, ranks) == 4 * ranks - 1
+    found = place(options, ranks, 100)
+    assert found.step_s == pytest.approx(3 * ranks) and found.status == "optimal"
+
+
+def test_it_is_faster_than_largest_first_on_random_tables() -> None:
+    """None is slower, and what is gained is more than what the bound leaves open; the benchmark has fifty sets."""
+    gained = left = 0.0
+    for seed in range(6):
+        options = whole_tables(seed, 12 + 2 * seed, 5)
+        greedy, found = greedy_s(options, 5), place(options, 5, 10**9, time_limit_s=1)
+        assert found.bound_s <= found.step_s <= greedy * (1 + 1e-9)
+        gained, left = gained + 1 - found.step_s / greedy, left + found.gap
+    assert gained > max(0.03, left)
 
 
 def test_exchanges_keep_parts_apart_and_memory() -> None:

@@ -1,0 +1,103 @@
+"""Lets placements of a model's embedding tables compete: the model is planned as it is, and with tables in slabs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.driver.arguments import say
+from autopar.driver.trace import Traced
+from planner.base.errors import InfeasibleError, PinError
+from planner.base.formatting import in_seconds
+from planner.base.globs import is_of
+from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
+from planner.plan.plan import Plan
+from planner.search.search_context import Progress
+from planner.tables.lookups import lookups
+from planner.tables.tables_plan import SLABS, TablesPlan, plan_tables
+
+MOST = 0.5
+"""Where tables are so large a part of all parameters, placements of them are tried, whether or not that is pinned."""
+
+
+def with_tables(
+    traced: Traced,
+    cluster: ClusterSpec,
+    pins: Pins,
+    training: Training,
+    search: Callable[[Traced], Plan],
+    progress: Progress | None,
+) -> Plan:
+    """The faster of two plans: with every table decided as any other operator, and with tables in slabs.
+
+    Where pins give tables slabs, or ranks to hold them, there is the second one alone.
+
+    Raises:
+        PinError: pins are of tables that the model does not have, or that have not the dimensions that are pinned.
+        InfeasibleError: neither fits.
+    """
+    is_pinned = bool(pins.tables) or pins.sizes.get("table", 1) > 1
+    tables = _placed(traced, cluster, pins, training) if is_pinned or _has_large(traced) else None
+    if tables is None or not tables.in_slabs:
+        return search(traced)
+    plain, error = None, None
+    if not is_pinned:
+        try:
+            plain = search(traced)
+        except InfeasibleError as found:
+            error = found
+    say(progress, f"planning with {len(tables.in_slabs)} embedding tables in slabs")
+    try:
+        placed = search(traced.placing(tables, cluster))
+    except InfeasibleError as found:
+        if plain is None:
+            raise error or found from found
+        return plain
+    if plain is None:
+        return _saying(placed, tables)
+    in_slabs_s, without_s = placed.predicted.step_time_s, plain.predicted.step_time_s
+    say(progress, f"in slabs {in_seconds(in_slabs_s)} a step, without {in_seconds(without_s)}")
+    if in_slabs_s < without_s:
+        return _saying(placed, replace(tables, other_s=without_s))
+    return _saying(plain, replace(tables, tables={}, other_s=in_slabs_s))
+
+
+def _saying(plan: Plan, tables: TablesPlan) -> Plan:
+    """The plan, which says where its tables are."""
+    return replace(plan, tables=tables, decided=plan.assignment)
+
+
+def _has_large(traced: Traced) -> bool:
+    """Whether several tables together are most of a model."""
+    found = [each.table.rows * each.table.features for each in lookups(traced.graph)]
+    whole = sum(leaf.results[0].numel for leaf in traced.graph.leaves if leaf.op == "param")
+    return len(found) > 1 and sum(found) > MOST * whole
+
+
+def _placed(traced: Traced, cluster: ClusterSpec, pins: Pins, training: Training) -> TablesPlan | None:
+    """The placement; ``None`` where tables do not fit beside the rest of the model, held whole by every rank.
+
+    Raises:
+        PinError: as :func:`with_tables`.
+    """
+    found = lookups(traced.graph)
+    names = {each.table.name for each in found}
+    unknown = [f", and {glob!r} is none" for glob in pins.tables if not any(is_of(glob, name) for name in names)]
+    if unknown or not names:
+        there = f"there are {', '.join(sorted(names))}" if names else "there are none"
+        raise PinError(
+            f"pin {'tables' if unknown else 'table'!r} is of embedding tables that are looked up once, in plain bags "
+            f"of ids [batch] or [batch, n]{''.join(unknown[:1])}: {there}"
+        )
+    others = [leaf.results[0] for leaf in traced.graph.leaves if leaf.op == "param" and leaf.target not in names]
+    kept = sum(t.numel * (2 * t.item_bytes + training.optimizer_bytes_per_element) for t in others)
+    state = training.optimizer_bytes_per_element // found[0].table.item_bytes
+    held = {"*": (*SLABS,)} if pins.sizes.get("table", 1) > 1 else {}
+    try:
+        return plan_tables(found, cluster, state, cluster.device.usable_bytes - kept, {**pins.tables, **held})
+    except InfeasibleError:
+        if pins.tables:
+            raise
+        return None
