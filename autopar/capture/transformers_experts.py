@@ -27,16 +27,30 @@ TABLE = "transformers.integrations.moe"
 """The module of the table; where it is not imported, no model has experts of Transformers."""
 
 
-@contextlib.contextmanager
-def experts_whole() -> Iterator[None]:
+Function = Callable[..., Tensor]
+"""What runs experts: a function of a module, its tokens, the experts chosen for each and their weights."""
+
+
+def experts_whole() -> contextlib.AbstractContextManager[None]:
     """While inside, experts of Transformers call :func:`autopar.experts` where it computes the same."""
+    return _instead(_operator_or)
+
+
+def experts_in_loops() -> contextlib.AbstractContextManager[None]:
+    """While inside, experts of Transformers run the loop of their class, which computes in every dtype."""
+    return _instead(lambda function: _looped)
+
+
+@contextlib.contextmanager
+def _instead(change: Callable[[Function | None], Function]) -> Iterator[None]:
+    """While inside, the table has other functions; that of the loop is ``None``."""
     table = getattr(sys.modules.get(TABLE), "ALL_EXPERTS_FUNCTIONS", None)
     if table is None:
         yield
         return
     before = dict(table._local_mapping)
     named = {name: table[name] for name in table}
-    table._local_mapping.update({name: _instead_of(named.get(name)) for name in (*named, "eager", None)})
+    table._local_mapping.update({name: change(named.get(name)) for name in (*named, "eager", None)})
     try:
         yield
     finally:
@@ -44,14 +58,17 @@ def experts_whole() -> Iterator[None]:
         table._local_mapping.update(before)
 
 
-def _instead_of(function: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+def _looped(module: nn.Module, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    return inspect.unwrap(type(module).forward)(module, x, indices, weights)
+
+
+def _operator_or(function: Function | None) -> Function:
     """What runs experts in place of a function of the table, or of the loop that their class has (``None``)."""
 
     def run(module: nn.Module, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         expert = expert_of(module)
         if expert is None:
-            original = function or inspect.unwrap(type(module).forward)
-            return original(module, x, indices, weights)
+            return (function or _looped)(module, x, indices, weights)
         first = "up_proj" if expert.gate == "none" else "gate_up_proj"
         names = (first, "down_proj", *((f"{first}_bias", "down_proj_bias") if module.has_bias else ()))
         return experts(

@@ -46,7 +46,7 @@ class EachRank(Function):
                 pairs = [(r, _of(g, rank)) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
                 wanted = [t for t in ctx.inputs[rank] if t.requires_grad]
                 roots, given = [r for r, _ in pairs], [g for _, g in pairs]
-                asked = iter(torch.autograd.grad(roots, wanted, given, allow_unused=True))
+                asked = iter(torch.autograd.grad(roots, wanted, given, retain_graph=True, allow_unused=True))
                 found[rank] = [next(asked) if t.requires_grad else None for t in ctx.inputs[rank]]
         together = ({rank: each[at] for rank, each in found.items()} for at in _places(found))
         return None, *(None if any(part is None for part in each.values()) else _together(each) for each in together)

@@ -142,19 +142,20 @@ def routed(
     *,
     form: Expert,
     count: int | None = None,
-    seen: Callable[[int], None] | None = None,
+    seen: Callable[[Sequence[int]], None] | None = None,
 ) -> Tensor:
     """The operator on one device, which has the experts from number ``first`` on.
 
     Args:
         count: how many experts there are with those elsewhere; what goes to these alone is 0 here.
-        seen: is told how many rows there are.
+        seen: is told how many rows each expert has.
     """
     k, dtype = indices.shape[-1], x.dtype
     slots, counts = by_expert(known(indices, count or len(up)) - first, len(up))
+    each = counts.tolist()
     if seen is not None:
-        seen(len(slots))
-    rows = through(take(x, slots, k), counts.tolist(), up, down, up_bias, down_bias, form=form)
+        seen(each)
+    rows = through(take(x, slots, k), each, up, down, up_bias, down_bias, form=form)
     return put(rows * weights.reshape(-1).index_select(0, slots).unsqueeze(-1), slots, len(x), k).to(dtype)
 
 

@@ -244,16 +244,14 @@ class ParallelModule(Fronts):
         return "\n\n\n".join(_readable(module.code, name) for name, module in programs) + "\n"
 
     def load(self) -> ExpertLoad:
-        """How unevenly tokens went to the ranks that share experts, since this was asked last; every rank must call it.
+        """How many tokens went to each expert in the last calls of experts; every rank must call it.
 
-        Its ``imbalance`` is what a cluster states as ``expert_imbalance``, for the next plan.
+        Its ``imbalances`` are what a cluster states as ``expert_imbalance``, for the next plan on any number of ranks.
 
         Raises:
-            InputError: no step ran, or no ranks share experts.
+            InputError: no step ran, or the model has no experts.
         """
-        rows = [*self.state.rows]
-        self.state.rows.clear()
-        return load_of(rows, 0 if self.pipeline is None else self.pipeline.rank)
+        return load_of([*self.state.routed], 0 if self.pipeline is None else self.pipeline.rank)
 
     def timeline(self) -> StepTimeline:
         """What every rank of the pipeline was seen to do in the last step, beside the bubble that was predicted.

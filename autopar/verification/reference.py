@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from autopar.capture.capture import LossFn, _caches_off, _example_inputs, _WithLoss, output_name
 from autopar.capture.model_state import Snapshot
+from autopar.capture.transformers_experts import experts_in_loops
 from autopar.driver.trace import Traced, trace
 from autopar.graph import dump
 from autopar.graph.module_walk import ModuleWalk
@@ -205,18 +206,26 @@ def _step(
     normalized_apart: int,
     mode: contextlib.AbstractContextManager[Any] | None = None,
 ) -> StepValues:
-    """Run a step of a model; inside ``mode``, forward and backward."""
+    """Run a step of a model; inside ``mode``, forward and backward.
+
+    Experts of Transformers run as loops: grouped products know no float64.
+    """
     whole = model if loss_fn is None else _WithLoss(model, loss_fn)
-    with mode or contextlib.nullcontext(), _caches_off(model):
+    with mode or contextlib.nullcontext(), _caches_off(model), experts_in_loops():
         with normalizing_by_micro_batch(model, normalized_apart):
             returned = whole(*args, **kwargs)
         paths, _ = pytree.tree_flatten_with_path(returned)
         outputs = tuple(value for _, value in paths)
         if loss is not None:
             if not bool(torch.isfinite(outputs[loss])):
+                found = f"{type(model).__name__}'s loss is {outputs[loss].item()}"
                 raise VerificationError(
-                    f"{type(model).__name__}'s loss is {outputs[loss].item()} on this batch, so that no gradients can "
-                    "be compared: give example inputs, and parameters, with which it is finite"
+                    f"{found} on this batch, so that no gradients can be compared: give example inputs, and "
+                    "parameters, with which it is finite"
+                    if mode is None
+                    else f"{found} where every operator's result is off by a rounding error, though it is finite as it "
+                    "is: verify measures so how far values may be apart, since the model does not run in float64, and "
+                    "can say nothing of it"
                 )
             # From a tensor, backward would leave the mode, which what is checkpointed runs in again.
             edge, start = torch.autograd.graph.get_gradient_edge(outputs[loss]), torch.ones_like(outputs[loss])

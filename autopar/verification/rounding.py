@@ -60,7 +60,8 @@ def size_of(dtype: torch.dtype, ranks: int) -> float:
 class RandomRounding(TorchDispatchMode):
     """Inside, every number that an operator computes is off by up to ``a`` of itself (:func:`size_of`).
 
-    Views, and what is made from no tensor, are left alone: another operator made their numbers, or they are exact.
+    Views, what is made from no tensor, and whole numbers are left alone: another operator made their numbers, or they
+    are exact, as counts are that are kept in floats.
     """
 
     def __init__(self, ranks: int, seed: int):
@@ -85,6 +86,8 @@ class RandomRounding(TorchDispatchMode):
 
     def _rounded(self, value: Tensor) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()) or value.layout != torch.strided:
+            return value
+        if not value.is_complex() and bool((value == value.round()).all()):
             return value
         wide = torch.complex128 if value.is_complex() else torch.float64
         error = torch.rand(value.shape, dtype=torch.float64, generator=self._generator).to(value.device) * 2 - 1

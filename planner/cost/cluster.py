@@ -18,8 +18,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 import yaml
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from planner.base import host as machine
 from planner.base.errors import ClusterError
@@ -157,13 +158,17 @@ class Home:
     write_bytes_per_s: float
 
 
+AtLeastOne = Annotated[float, Field(ge=1)]
+ONE_OR_MORE = BeforeValidator(lambda value: (value,) if isinstance(value, int | float) else value)
+
+
 class ClusterSpec(Described):
     """A homogeneous cluster: equal devices under nested network levels, innermost first.
 
     ``host`` is what plans that keep model data beside the device need to know (``pin={"offload": "host"}``),
     ``disk`` besides what those need that keep it in files (``pin={"offload": "disk"}``).
-    ``expert_imbalance`` is how many rows the busiest rank has over the average, where ranks share experts; left out: as
-    many as the others.
+    ``expert_imbalance`` is how many rows the busiest rank has over the average, where ranks share experts: one number,
+    or those of 2, 4, 8 ranks and so on, as ``pmodel.load().imbalances`` has them; left out: as many as the others.
     ``overlap`` is the share of backward's computing beside which gradients can be reduced: 0 where reducing starts when
     backward is over. Left out, it is what the backend allows.
     """
@@ -175,7 +180,9 @@ class ClusterSpec(Described):
     disk: Disk | None = Field(default=None, examples=["{memory_bytes: 3.84 TB, read_bytes_per_s: 6.5 GB/s, ...}"])
     backend: Literal["nccl", "gloo"] = Field(default="nccl", examples=["nccl"])
     overlap: float | None = Field(default=None, ge=0, le=1, examples=["0.9"])
-    expert_imbalance: float | None = Field(default=None, ge=1, examples=["1.2"])
+    expert_imbalance: Annotated[tuple[AtLeastOne, ...], FROZEN, ONE_OR_MORE] | None = Field(
+        default=None, min_length=1, examples=["1.2, or [1.1, 1.2, 1.4] of 2, 4 and 8 ranks"]
+    )
     calibration: Calibration | None = Field(default=None, examples=["calibration.yaml, in a cluster file"])
 
     @model_validator(mode="after")
@@ -420,6 +427,13 @@ class ClusterSpec(Described):
         if isinstance(data.get("calibration"), Mapping):
             data = {**data, "calibration": Calibration.from_dict(data["calibration"])}
         return cls(**data)
+
+    def imbalance(self, ranks: int) -> float:
+        """How many rows the busiest of ``ranks`` that share experts has over the average; of numbers between those that
+        are stated it is that of the next, of more ranks that of the last.
+        """
+        stated = np.atleast_1d(self.expert_imbalance or 1.0)
+        return float(stated[min(len(stated), (ranks - 1).bit_length()) - 1]) if ranks > 1 else 1.0
 
     def calibrated(self, calibration: Calibration) -> ClusterSpec:
         """This cluster with what was measured on it; raises :class:`ClusterError` if it was measured on another."""

@@ -291,7 +291,8 @@ class LocalCosts:
 
     def load(self, choice: Choice) -> float:
         """What the busiest rank has of an operator's work over the average, as the cluster states it."""
-        return (self.cost.cluster.expert_imbalance or 1.0) if any(each.way.uneven for each in choice.axes) else 1.0
+        axes = zip(self.mesh.sizes, choice.axes, strict=True)
+        return self.cost.cluster.imbalance(math.prod(size for size, strategy in axes if strategy.way.uneven))
 
     def share(self, choice: Choice) -> Share:
         """How much of an operator the busiest rank has."""

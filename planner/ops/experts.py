@@ -74,21 +74,33 @@ def flops(node: Node, operands: Operands, rule: Rule) -> int:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows that the experts of one rank work on: one for each token and each of its experts that are there."""
+    """The rows that the experts of one rank work on: one for each token and each of its experts that are there.
+
+    Of dispatched tokens those that came, as uneven as the load says; what they become comes back for the rank's own
+    tokens, of which there are as many on every rank.
+    """
 
     node: Node
     types: Sequence[TensorType]
     share: Share
 
     @property
-    def count(self) -> int:
-        average = self.types[INDICES].numel // (self.share.parts.get("t", 1) * self.share.parts.get("e", 1))
-        return round(average * self.share.load)
+    def average(self) -> int:
+        """Of a rank."""
+        return self.types[INDICES].numel // (self.share.parts.get("t", 1) * self.share.parts.get("e", 1))
 
     @property
-    def features_bytes(self) -> int:
-        """Of a tensor like the tokens, with a row for each."""
-        return self.count * self.types[X].shape[-1] * self.types[UP].item_bytes
+    def count(self) -> int:
+        return round(self.average * self.share.load)
+
+    @property
+    def back(self) -> int:
+        """Rows that come back."""
+        return self.count if "e" in self.share.parts else self.average
+
+    def features_bytes(self, rows: int) -> int:
+        """Of a tensor like the tokens, with so many rows."""
+        return rows * self.types[X].shape[-1] * self.types[UP].item_bytes
 
     @property
     def hidden_bytes(self) -> int:
@@ -104,7 +116,8 @@ class _Rows:
         between = 4 + (2 if self.node["limit"] else 1 if self.node["offset"] else 0) if gated else 2 - keeps_result
         between += self.node["activation"] == "swish"
         each = self.types[WEIGHTS].item_bytes + self.types[INDICES].item_bytes
-        return 2 * self.features_bytes + between * self.hidden_bytes + each * self.count
+        features = self.features_bytes(self.count + self.back)
+        return features + between * self.hidden_bytes + each * self.count
 
 
 def between(node: Node, types: Sequence[TensorType], sizes: Sequence[int], share: Share) -> Between:
@@ -112,8 +125,9 @@ def between(node: Node, types: Sequence[TensorType], sizes: Sequence[int], share
     backward, before there is any gradient of an operand, what it multiplies weights and rows by, and these.
     """
     rows, gradients = _Rows(node, types, share), sum(b for b, tensor in zip(sizes, types, strict=False) if tensor.grad)
-    forward = rows.features_bytes * (1 + share.parts.get("e", 1))
-    return Between(rows.kept_bytes, forward, max(0, 3 * rows.features_bytes - gradients))
+    features = rows.features_bytes(rows.count)
+    forward = features * (1 + share.parts.get("e", 1))
+    return Between(rows.kept_bytes, forward, max(0, 3 * features - gradients))
 
 
 ROWS: dict[str, Row] = {

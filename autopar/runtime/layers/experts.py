@@ -9,16 +9,18 @@ other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._local_tensor import LocalTensor
 
 from autopar.operators.expert import Expert
 from autopar.operators.experts import by_expert, for_each_rank, known, put, routed, take, through
+from autopar.runtime.spmd.expert_load import Routed
 from autopar.runtime.spmd.rank_index import Groups, as_partial, cut, first, ranks
 from autopar.runtime.spmd.row_exchange import exchange_counts, exchange_rows, splits
 from autopar.runtime.spmd.run_state import RunState
@@ -54,15 +56,19 @@ def experts(
     matrices = (up, down, up_bias, down_bias)
     whole = tuple(group for group in holding_groups if group not in dispatch_groups)
     with state.random.region(draws=False):
-        if x.is_meta or not holding_groups:
+        if x.is_meta or isinstance(x, FakeTensor):
             found = torch.ops.autopar.experts.default(x, indices, weights, *matrices, *arguments)
-        elif not dispatch_groups:
-            count = len(up) * ranks(whole)
-            run = partial(routed, form=Expert(*arguments), count=count, seen=_seen_by(state, x))
+            return as_partial(found, whole)
+        count = len(up) * ranks(holding_groups)
+        # Nobody is told where rows were counted already, or are of all ranks at once.
+        is_seen = not (state.random.is_replaying or isinstance(x, LocalTensor))
+        seen = partial(_note, state, first(count, holding_groups, x.device), count) if is_seen else None
+        if not dispatch_groups:
+            run = partial(routed, form=Expert(*arguments), count=count, seen=seen)
             found = for_each_rank(run, x, indices, weights, *matrices, first(count, whole, x.device))
         else:
             ways = _Ways(holding_groups, dispatch_groups, len(up), x.device)
-            run = partial(_made, form=Expert(*arguments), seen=_seen_by(state, x))
+            run = partial(_made, form=Expert(*arguments), seen=seen)
             found = _dispatched(x, indices, weights, matrices, ways, run)
     return as_partial(found, whole)
 
@@ -99,9 +105,9 @@ class _Ways:
         return take(x, slots, indices.shape[-1]), slots, counts
 
 
-def _seen_by(state: RunState, x: Tensor) -> Callable[[int], None] | None:
-    """Who is told how many rows this rank has; nobody where they were counted already, or are of all ranks at once."""
-    return None if state.random.is_replaying or isinstance(x, LocalTensor) else state.rows.append
+def _note(state: RunState, first: Tensor, count: int, tokens: Sequence[int]) -> None:
+    """Remember how many tokens went to each expert of this rank."""
+    state.routed.append(Routed(int(first), count, tuple(tokens)))
 
 
 def _dispatched(
@@ -152,11 +158,12 @@ def _made(
     down_bias: Tensor | None,
     *,
     form: Expert,
-    seen: Callable[[int], None] | None,
+    seen: Callable[[Sequence[int]], None] | None,
 ) -> Tensor:
+    each = counts.tolist()
     if seen is not None:
-        seen(len(rows))
-    return through(rows, counts.tolist(), up, down, up_bias, down_bias, form=form).to(rows.dtype)
+        seen(each)
+    return through(rows, each, up, down, up_bias, down_bias, form=form).to(rows.dtype)
 
 
 def _weighted(rows: Tensor, weights: Tensor, slots: Tensor) -> Tensor:

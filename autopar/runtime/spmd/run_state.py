@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from autopar.runtime.spmd.expert_load import Routed
 from autopar.runtime.spmd.random_state import RandomState
 
-SEEN = 100_000
+SEEN = 10_000
 """Calls of experts that are remembered."""
 
 
@@ -20,11 +21,11 @@ class RunState:
     Attributes:
         random: the random numbers that it draws from.
         training: whether it trains (dropout draws).
-        rows: of the last calls of experts that ranks share, how many rows this rank had.
+        routed: how many tokens the experts of this rank had in the last calls.
         loss_scale: of a gradient scaler, which the backwards of the next micro-batched step assume; ``None``: 1.
     """
 
     random: RandomState
     training: bool = True
     loss_scale: Tensor | None = None
-    rows: deque[int] = field(default_factory=lambda: deque(maxlen=SEEN))
+    routed: deque[Routed] = field(default_factory=lambda: deque(maxlen=SEEN))

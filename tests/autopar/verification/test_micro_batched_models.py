@@ -280,6 +280,7 @@ class Keeping(Perceptron):
 ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     "gpt2": (models.gpt2, text),
     "llama": (models.llama, padded),
+    "gpt-oss": (models.gpt_oss, text),
     "bert": (models.bert, padded),
     "t5": (t5, padded),
     "vit": (models.vit, images),
@@ -317,7 +318,7 @@ def original(name: str, training: bool = True) -> Reference:
 
 def planned(name: str, pin: Pin, training: bool = True) -> tuple[Reference, Plan]:
     ref, ranks = original(name, training), 1
-    for axis in ("data", "tensor", "context", "pipeline"):
+    for axis in ("data", "expert", "tensor", "context", "pipeline"):
         ranks *= pin.get(axis, 1)
     return ref, plan_traced(ref.traced, workers.cluster_of(ranks), Pins.parse(pin), Training(discards=()))
 
@@ -341,6 +342,7 @@ CASES: list[tuple[str, Pin]] = [
     ("t5", {"micro_batches": 7, "pipeline": 2, "data": 2, "zero": 3, "schedule": "zero_bubble"}),
     ("gpt2", pinned(2, 4, "1f1b")),
     ("llama", pinned(2, 4, "interleaved_1f1b")),
+    ("gpt-oss", pinned(2, 2, "zero_bubble", expert=2)),
     ("bert", pinned(4, 2, "1f1b")),
     ("t5", pinned(4, 4, "1f1b")),
     ("t5", pinned(2, 2, "zero_bubble")),

@@ -339,17 +339,41 @@ def test_a_tolerance_is_that_of_rounding() -> None:
     """Of a sum of n products, each rounded, and of a product that is ill-conditioned."""
     x = torch.linspace(1, 2, 64, dtype=torch.bfloat16)
 
+    def values() -> dict[str, Tensor]:
+        difference = (x * x).sum() - (x * x).sum() * 0.99
+        return {"mean": (x * x).mean(), "difference": difference, "place": x.argmax(), "count": (x > 1.5).sum() * 1.0}
+
     def step(mode: RandomRounding) -> dict[str, Tensor]:
         with mode:
-            return {"mean": (x * x).mean(), "difference": (x * x).sum() - (x * x).sum() * 0.99, "count": x.argmax()}
+            found = values()
+        return {**found, "count": found["count"].int()}
 
-    values = {"mean": (x * x).mean(), "difference": (x * x).sum() - (x * x).sum() * 0.99, "count": x.argmax()}
-    found = measured(values, step, lambda _, got, expected: relative_error(got, expected), ranks=2)
+    found = measured(
+        {**values(), "count": values()["count"].int()},
+        step,
+        lambda _, got, expected: relative_error(got, expected),
+        ranks=2,
+    )
     size = size_of(torch.bfloat16, 2)
     assert size == 2**-8 * 2
     assert 2 * size <= found["mean"] < 6 * size  # about one error, whatever the number of terms
     assert found["difference"] > 20 * size  # a hundredth of what is rounded
-    assert found["count"] == 0
+    assert found["place"] == 0
+    assert found["count"] == 0, "a float that is a whole number counts, and is exact"
+
+
+class Steep(Experts):
+    """A loss that is finite as long as the same product gives the same twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = (torch._grouped_mm(self.up(x), self.experts, offs=self.ends).float() for _ in range(2))
+        return (1 - 1e9 * (one - two).abs().max()).log()
+
+
+def test_a_loss_that_rounding_makes_nan_is_not_called_so_itself() -> None:
+    x = torch.randn(16, 16, dtype=torch.bfloat16)
+    with pytest.raises(VerificationError, match=r"loss is nan where every operator's .* though it is finite as it is"):
+        verify(Steep().bfloat16(), ClusterSpec.local(2), example_kwargs={"x": x}, pin={"data": 2})
 
 
 class Fails(torch.autograd.Function):
