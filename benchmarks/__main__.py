@@ -498,6 +498,11 @@ def placements() -> None:
         f"bound leaves open; the solver has {tables.LIMIT_S:g} s."
     )
     print(record.write("tables", "Placed embedding tables", notes, rows, [asdict(r) for r in found], facts), flush=True)
+
+
+def embedding_tables() -> None:
+    """Tables that are placed on ranks, and one that is cached."""
+    placements()
     cached()
 
 
@@ -639,7 +644,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "pipeline": pipelines,
     "schedules": schedules_run,
     "transfer_schedule": transfer_schedules,
-    "tables": placements,
+    "tables": embedding_tables,
     "offload": offloads,
     "gpu_offload": gpu_offloads,
     "gpu_steps": gpu_steps,
