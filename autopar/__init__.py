@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from autopar.checkpoint.export import export_safetensors
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
-    from autopar.driver.delink import delink
     from autopar.driver.further import plan_inputs
     from autopar.driver.parallelize import parallelize
     from autopar.driver.plan import evaluate, plan
     from autopar.functions.register import register
+    from autopar.operators.delink import delink
     from autopar.operators.experts import experts
     from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
     from autopar.verification.verify import verify
@@ -49,7 +49,7 @@ _LAZY = {
     "Plan": "planner.plan.plan",
     "PlanError": "planner.base.errors",
     "PlanWarning": "planner.base.errors",
-    "delink": "autopar.driver.delink",
+    "delink": "autopar.operators.delink",
     "evaluate": "autopar.driver.plan",
     "experts": "autopar.operators.experts",
     "export_safetensors": "autopar.checkpoint.export",

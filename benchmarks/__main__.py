@@ -34,6 +34,7 @@ from benchmarks import (
     one_gpu,
     pipeline,
     plan_time,
+    planned_mixtures,
     planned_runs,
     predicted,
     published,
@@ -294,6 +295,22 @@ def planned() -> None:
     print(record.write("planned_runs", "Planned runs", notes, planned_runs.table(found), raw, facts), flush=True)
 
 
+def mixtures() -> None:
+    """Published configurations of mixtures of experts as the planner prices them."""
+    facts = record.circumstances()
+    found = planned_mixtures.runs()
+    notes = "\n\n".join(
+        [
+            "Step times of published runs of mixtures of experts on H100, and what the planner predicts for them: "
+            f"{planned_mixtures.summary(found)}.",
+            "The program that is priced is not that of the run. " + " ".join(f"{t}." for t in planned_mixtures.DIFFERS),
+        ]
+    )
+    raw = [{name: value for name, value in asdict(each).items() if name != "plan_s"} for each in found]
+    table = [{name: text for name, text in row.items() if name != "free"} for row in planned_runs.table(found)]
+    print(record.write("planned_mixtures", "Planned mixtures of experts", notes, table, raw, facts), flush=True)
+
+
 def problems() -> None:
     """The public problems within their time limits."""
     facts = record.circumstances()
@@ -529,9 +546,9 @@ def cached() -> None:
         f"`CachedEmbeddingBag` with row-wise Adagrad and its home in a file: 1/{cached_table.PART} of the rows of "
         f"Criteo's terabyte, {cached_table.FEATURES} features, {cached_table.BATCHES} Zipf batches (exponent "
         f"{cached_table.EXPONENT}) of {cached_table.SAMPLES:,} samples with {cached_table.LOOKUPS} look-ups each, a "
-        "dense tower behind it, all on CPUs. The hit rate is of the distinct rows of a batch. With prefetching a look-up "
-        f"takes {found[1].lookup_s / found[0].lookup_s:.2f} of its time without, rows that leave being written back in "
-        "both. The whole table, "
+        "dense tower behind it, all on CPUs. The hit rate is of the distinct rows of a batch. With prefetching a "
+        f"look-up takes {found[1].lookup_s / found[0].lookup_s:.2f} of its time without, rows that leave being "
+        "written back in both. The whole table, "
         f"{whole_bytes / 1e9:.0f} GB, was not run: with {cached_table.CACHED:.1%} of its rows cached "
         f"{whole.hit_rate:.2%} of {whole.unique_rows:,.0f} distinct rows are predicted to be there, and "
         f"{whole.moved_bytes / 1e6:.1f} MB a batch to be fetched."
@@ -641,6 +658,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "predicted": predictions,
     "published": published_runs,
     "runs": planned,
+    "mixtures": mixtures,
     "iopddl": problems,
     "memory": peaks,
     "pipeline": pipelines,

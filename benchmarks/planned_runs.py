@@ -206,7 +206,7 @@ def megatron(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> li
         ids = torch.zeros(b, s, dtype=torch.long)
     cluster = ClusterSpec.preset("dgx-a100", devices=row["gpus"]).model_copy(update={"overlap": 0.0})
     traced = trace(made, example_kwargs={"ids": ids, "labels": ids.clone()})
-    run, found = _planned(run, traced, cluster, MEGATRON_TRAINING)
+    run, found = priced(run, traced, cluster, MEGATRON_TRAINING)
     if found is not None:
         run = replace(run, besides=besides(found))
     run = _freely(run, traced, cluster, MEGATRON_TRAINING)
@@ -228,7 +228,7 @@ def titan(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> list[
     runs = []
     for level in ("selective", "full"):
         run = Run(which, name, {**pin, "recompute": level}, published_s, row["peak_memory_gib"])
-        run, found = _planned(run, traced, roomy, TRAINING)
+        run, found = priced(run, traced, roomy, TRAINING)
         if found is None:
             runs.append(run)
             continue
@@ -239,7 +239,7 @@ def titan(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> list[
     return runs
 
 
-def _planned(run: Run, traced: Traced, cluster: ClusterSpec, training: Training) -> tuple[Run, Searched | None]:
+def priced(run: Run, traced: Traced, cluster: ClusterSpec, training: Training) -> tuple[Run, Searched | None]:
     """The run with its plan, if there is one."""
     start = time.perf_counter()
     try:

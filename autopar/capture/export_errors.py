@@ -46,7 +46,9 @@ _EXPERTS = """
   or, where experts are looped over, call them as one operator, with what the router chose for each token:
        up = torch.stack([expert.up.weight for expert in experts])      # gated: of each torch.cat([gate, up])
        down = torch.stack([expert.down.weight for expert in experts])  # quicker: parameters that are stacked already
-       y = autopar.experts(x, indices, weights, up, down, gate="none")  # gated: leave out gate"""
+       y = autopar.experts(x, indices, weights, up, down, gate="none")  # gated: leave out gate
+     indices and weights are the router's topk, [tokens, k]. Experts with biases give up_bias and down_bias, stacked
+     alike, and any activation but SiLU is said (activation="gelu")"""
 
 
 def _ways_out(model: nn.Module, fix: str) -> str:

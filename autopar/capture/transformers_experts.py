@@ -37,8 +37,8 @@ def experts_whole() -> contextlib.AbstractContextManager[None]:
 
 
 def experts_in_loops() -> contextlib.AbstractContextManager[None]:
-    """While inside, experts of Transformers run the loop of their class, which computes in every dtype."""
-    return _instead(lambda function: _looped)
+    """While inside, what :func:`autopar.experts` would run is the loop of its class, which computes in every dtype."""
+    return _instead(_loop_or)
 
 
 @contextlib.contextmanager
@@ -60,6 +60,16 @@ def _instead(change: Callable[[Function | None], Function]) -> Iterator[None]:
 
 def _looped(module: nn.Module, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
     return inspect.unwrap(type(module).forward)(module, x, indices, weights)
+
+
+def _loop_or(function: Function | None) -> Function:
+    """What runs experts by their loop, in place of a function of the table."""
+
+    def run(module: nn.Module, *tensors: Tensor) -> Tensor:
+        found = function if function is not None and expert_of(module) is None else _looped
+        return found(module, *tensors)
+
+    return run
 
 
 def _operator_or(function: Function | None) -> Function:

@@ -17,6 +17,24 @@ from torch.distributed._local_tensor import LocalTensor
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 
+def for_each_rank(run: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    """``run(*tensors)``, a tensor or several; where one process simulates all ranks, on those of each rank."""
+    given = [t for t in tensors if t is not None]
+    if not any(hasattr(t, "_local_tensors") for t in given):
+        return run(*tensors)
+
+    several: list[bool] = []
+
+    def of_rank(own: Sequence[Tensor]) -> list[Tensor]:
+        rest = iter(own)
+        found = run(*(None if t is None else next(rest) for t in tensors))
+        several.append(isinstance(found, tuple))
+        return [*found] if several[-1] else [found]
+
+    found = EachRank.apply(of_rank, *given)
+    return found if several[0] else found[0]
+
+
 class EachRank(Function):
     """``apply(run, *tensors)``: what ``run`` gives on each rank, and its gradients.
 

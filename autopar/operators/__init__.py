@@ -1,1 +1,1 @@
-"""Operators of our own: a model calls each as a function, and a graph holds it whole, since it is planned whole."""
+"""What models are written with: operators of our own, each whole in a graph and planned whole; and delinked layers."""

@@ -6,6 +6,7 @@ A gated expert makes two values for each of its hidden features, ``gate`` and ``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -40,7 +41,7 @@ class Expert:
         activation: one of :data:`ACTIVATIONS`, or :data:`SWISH`.
         gate: where gates lie.
         alpha: of swish.
-        limit: what gates are at most, and ups in magnitude; 0 for no limit.
+        limit: what gates are at most, and ups in magnitude; without gates what is activated is at most; 0: none.
         offset: added to ups.
         transposed: its matrices are ``[h, 2 * f]`` and ``[f, h]``, not ``[2 * f, h]`` and ``[h, f]``.
     """
@@ -61,6 +62,16 @@ class Expert:
                 f"gate is {self.gate!r}; gates lie before all ups ('halves'), each before its up ('pairs'), or there "
                 "are 'none'"
             )
+        for name, value in (("alpha", self.alpha), ("limit", self.limit), ("offset", self.offset)):
+            if not isinstance(value, int | float) or not math.isfinite(value) or (name == "limit" and value < 0):
+                raise InputError(f"{name} is {value!r}; it is a finite number{', not below 0' * (name == 'limit')}")
+        if self.alpha != 1 and self.activation != SWISH:
+            raise InputError(
+                f"alpha is {self.alpha} with activation {self.activation!r}; alpha is of {SWISH!r} alone: leave it "
+                f"out, or take activation={SWISH!r}"
+            )
+        if self.offset and self.gate == "none":
+            raise InputError(f"offset is {self.offset} with gate='none'; it is added to ups beside gates: leave it out")
 
     @property
     def made(self) -> int:
@@ -71,7 +82,7 @@ class Expert:
         """``[s, 2 * f] -> [s, f]``; ``[s, f] -> [s, f]`` without gates."""
         if self.gate == "none":
             return self._act(made.clamp(max=self.limit) if self.limit else made)
-        gate, up = made.chunk(2, dim=-1) if self.gate == "halves" else (made[..., ::2], made[..., 1::2])
+        gate, up = made.chunk(2, dim=-1) if self.gate == "halves" else made.unflatten(-1, (-1, 2)).unbind(-1)
         if self.limit:
             gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
         return (up + self.offset if self.offset else up) * self._act(gate)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.functions.carry import is_recorded
-from autopar.functions.ranks import EachRank
+from autopar.functions.ranks import for_each_rank
 from autopar.operators.expert import Expert, Layout
 from autopar.operators.grouped import grouped_linear
 from planner.base.errors import InputError
@@ -52,7 +52,7 @@ def experts(
     Args:
         x: tokens, ``[.., h]``.
         indices: for each token the ``k`` experts that it goes to, whole numbers from 0, ``[.., k]``.
-        weights: of each of these, ``[.., k]``.
+        weights: of each of these, ``[.., k]``; of an expert that is chosen twice they add up.
         up: the first matrix of every expert, ``[e, 2 * f, h]`` with gates, ``[e, f, h]`` without.
         down: the second, ``[e, h, f]``.
         up_bias, down_bias: ``[e, 2 * f]`` (or ``[e, f]``) and ``[e, h]``.
@@ -61,8 +61,8 @@ def experts(
         gate: where gates lie among what ``up`` makes: before all ups (``halves``), each before its up (``pairs``), or
             there are ``none``.
         alpha: of ``swish``: ``x * sigmoid(alpha * x)``.
-        limit: clamps gates from above, and ups on both sides.
-        offset: added to ups.
+        limit: clamps gates from above, and ups on both sides; without gates, what is activated from above.
+        offset: added to ups beside gates.
         transposed: the matrices are ``[e, h, 2 * f]`` and ``[e, f, h]``.
         prototypes: the experts are that many groups, each with a router of its own (Yang et al. 2021, M6-T): a token
             goes to one expert of every group, ``k = prototypes``, and indices count within the group.
@@ -71,8 +71,12 @@ def experts(
         ``[.., h]``, of the dtype of ``x``.
 
     Raises:
-        InputError: shapes or dtypes do not fit together.
+        InputError: shapes do not fit together, indices are no whole numbers or weights no floating point ones, or an
+            option does nothing beside the others. Rows are computed with in the dtype of the matrices.
     """
+    for name, tensor in {"x": x, "indices": indices, "weights": weights, "up": up, "down": down}.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"autopar.experts: {name} is a {type(tensor).__name__}, and it is a tensor")
     form = Expert(activation, gate, alpha, limit or 0.0, offset, transposed)
     _check(x, indices, weights, up, down, up_bias, down_bias, form)
     if prototypes is not None:
@@ -112,6 +116,8 @@ def _check(
         )
     if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
         refuse(f"indices are of dtype {indices.dtype}; they are whole numbers, as torch.topk gives them")
+    if not weights.is_floating_point():
+        refuse(f"weights are of dtype {weights.dtype}; they are floating point numbers that results are multiplied by")
     count, hidden = len(up), down.shape[1 if form.transposed else 2]
     if indices.shape[-1] > count:
         refuse(f"each token goes to {indices.shape[-1]} experts, and there are {count}: choose at most as many")
@@ -264,24 +270,6 @@ class _Shapes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(torch.empty_like(t) if t.is_floating_point() else None for t in ctx.saved_tensors)
-
-
-def for_each_rank(run: Callable[..., Any], *tensors: Tensor | None) -> Any:
-    """``run(*tensors)``, a tensor or several; where one process simulates all ranks, on those of each rank."""
-    given = [t for t in tensors if t is not None]
-    if not any(hasattr(t, "_local_tensors") for t in given):
-        return run(*tensors)
-
-    several: list[bool] = []
-
-    def of_rank(own: Sequence[Tensor]) -> list[Tensor]:
-        rest = iter(own)
-        found = run(*(None if t is None else next(rest) for t in tensors))
-        several.append(isinstance(found, tuple))
-        return [*found] if several[-1] else [found]
-
-    found = EachRank.apply(of_rank, *given)
-    return found if several[0] else found[0]
 
 
 def _run(

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from planner.base.cpython import no_garbage
 from planner.formulation.assignment import Assignment
+from planner.formulation.choices import Choices, Options
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import Recompute, unfolded
 from planner.formulation.resharding import ReshardingTable
@@ -25,7 +25,6 @@ from planner.formulation.strategies import Choice
 from planner.formulation.variables import Variable
 from planner.ir.folding import relabel
 from planner.ir.graph import Ref
-from planner.ir.layout import Layout
 from planner.solve.problem import Evaluation, Ints, evaluate
 
 ROUNDING = 1e-9
@@ -156,11 +155,14 @@ class Decided(Space):
         self._known.computed = space._known.computed
 
     @cached_property
-    def options(self) -> dict[Variable, list[Choice] | list[Layout]]:
+    def options(self) -> dict[Variable, Options]:
         chosen, space = self._assignment.chosen, self._assignment.space
-        found: dict[Variable, list[Choice] | list[Layout]] = {}
+        found: dict[Variable, Options] = {}
         # Roles that are decided together share a list, so that what their operators cost by themselves is found once.
-        lists: dict[Variable, Any] = {variable: [decision] for variable, decision in chosen.items()}
+        lists: dict[Variable, Options] = {
+            variable: Choices.only(decision) if isinstance(decision, Choice) else [decision]
+            for variable, decision in chosen.items()
+        }
         for variable, names in self.members.items():
             found[variable] = lists[space.variable_of[names[0]]]
         for point, ref in self.decision_graph.variables.reshard_points.items():

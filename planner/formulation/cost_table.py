@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ PLACES = (BODY, FIRST, LAST, ANYWHERE)
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """One decision's, or one pair's: ``(..., 7)`` by use, how often each level runs it again, and bytes saved by level.
+    """One decision's, or one pair's: ``(7, ...)`` by use, how often each level runs it again, and bytes saved by level.
 
     ``place`` says whose prices count; infinite ``wall`` forbids; ``is_value`` if they are of a value that is given, or
     on its way, not of work or of parameters; ``transient`` are bytes that are there for a moment.
@@ -59,9 +60,8 @@ class CostTable:
         kept: Sequence[Ints],
     ):
         self._levels = levels
-        self._columns: dict[Group, list[Floats]] = {group: [] for group in GROUPS}
         self._counts = dict.fromkeys(GROUPS, 0)
-        self._known: dict[object, _Part] = {}
+        self._known: dict[object, tuple[_Part, tuple[Costs, ...], tuple[Ints, ...], bool]] = {}
         self._singles = [[self._part((each,), (own,))] for each, own in zip(singles, kept, strict=True)]
         self._pairs: dict[tuple[int, int], list[_Part]] = {}
         for (tail, head), several in pairs.items():
@@ -72,29 +72,33 @@ class CostTable:
                 elif here:
                     self._pairs.setdefault((tail, head), []).append(self._part(here, (kept[tail], kept[head])))
         width = AGAIN + 2 * levels + 1
-        self._stacked = {
-            group: np.concatenate([np.zeros((width, 0)), *columns], axis=1) for group, columns in self._columns.items()
-        }
-        del self._columns, self._known
+        self._stacked = {group: np.empty((width, size)) for group, size in self._counts.items()}
+        for part, several, at, diagonal in self._known.values():
+            into = self._stacked[part.group][:, part.columns].reshape(width, *part.shape)
+            self._add_up(into, several, at, diagonal)
+        del self._counts, self._known
 
     def _part(self, several: tuple[Costs, ...], kept: tuple[Ints, ...], diagonal: bool = False) -> _Part:
-        """What some costs of one place add up to; pairs that share theirs share it."""
+        """The columns of what some costs of one place add up to; pairs that share theirs share it."""
         key = (*map(id, several), *(own.tobytes() for own in kept), diagonal)
         if key not in self._known:
-            group, at = (several[0].place, several[0].is_value), (kept[0], kept[0]) if diagonal else np.ix_(*kept)
-            shape = tuple(map(len, kept))
-            first, *others = [self._uses(each, at) for each in several]
+            group, shape = (several[0].place, several[0].is_value), tuple(map(len, kept))
             start, size = self._counts[group], math.prod(shape)
-            self._columns[group].append(sum(others, first).reshape(-1, size))
             self._counts[group] += size
-            self._known[key] = _Part(group, slice(start, start + size), shape)
-        return self._known[key]
+            self._known[key] = _Part(group, slice(start, start + size), shape), several, kept, diagonal
+        return self._known[key][0]
 
-    def _uses(self, costs: Costs, at: tuple[Ints, ...]) -> Floats:
-        parts = costs.parts[at]
-        again = parts[..., AGAIN, None] * costs.again
-        uses = [parts[..., :AGAIN], again, costs.saved[at], costs.wall[at][..., None]]
-        return np.concatenate([np.moveaxis(each, -1, 0) for each in uses])
+    def _add_up(self, into: Floats, several: tuple[Costs, ...], kept: tuple[Ints, ...], diagonal: bool) -> None:
+        """What some costs add up to, by use and kept choices."""
+        for number, costs in enumerate(several):
+            parts, saved, wall = (_of_kept(each, kept, diagonal) for each in (costs.parts, costs.saved, costs.wall))
+            again = np.multiply.outer(costs.again, parts[AGAIN])
+            starts = (0, AGAIN, AGAIN + self._levels, AGAIN + 2 * self._levels)
+            for start, each in zip(starts, (parts[:AGAIN], again, saved, wall[None]), strict=True):
+                if number:
+                    into[start : start + len(each)] += each
+                else:
+                    into[start : start + len(each)] = each
 
     def under(self, weights: Mapping[Group, Floats]) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
         """Singles and pairs, ``(weights, choices, ...)``.
@@ -111,6 +115,17 @@ class CostTable:
             return total
 
         return [*map(total, self._singles)], {ends: total(parts) for ends, parts in self._pairs.items()}
+
+
+def _of_kept(costs: Floats, kept: tuple[Ints, ...], diagonal: bool) -> Floats:
+    """The costs of kept choices, by which the last axes go."""
+    if diagonal:
+        return costs[..., kept[0], kept[0]]
+    if costs.shape[-len(kept) :] == tuple(map(len, kept)):
+        return costs
+    at: Any = (..., *np.ix_(*kept))
+    found: Floats = costs[at]
+    return found
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from planner.formulation.choices import Options, laid_at_head, laid_at_tail
 from planner.formulation.decisions import Flow
 from planner.formulation.resharding import ReshardingTable
-from planner.formulation.strategies import Choice
 from planner.formulation.variables import Variable
 from planner.ir.graph import Graph, Ref
-from planner.ir.layout import Layout, Mesh, P
+from planner.ir.layout import Mesh, P
 from planner.solve.problem import Floats, Ints
 
 Pair = tuple[Floats, Floats, Ints]
@@ -49,7 +49,7 @@ class EdgeCosts:
         self,
         graph: Graph,
         mesh: Mesh,
-        options: Mapping[Variable, list[Choice] | list[Layout]],
+        options: Mapping[Variable, Options],
         table: Callable[[Ref], ReshardingTable],
         pairs: dict[object, Pair],
     ):
@@ -69,8 +69,8 @@ class EdgeCosts:
         if flow not in self._enlarging:
             tail, head, ref, positions = flow
             table = self.table(ref)
-            rows = np.array([table.index[layout_at_tail(o, ref.index)] for o in self.options[tail]])
-            columns = [np.array([table.index[layout_at_head(o, p)] for o in self.options[head]]) for p in positions]
+            rows = table.numbers(laid_at_tail(self.options[tail], ref.index))
+            columns = [table.numbers(laid_at_head(self.options[head], position)) for position in positions]
             before = table.held[rows][:, None]
             seconds = np.zeros((len(rows), len(columns[0])))
             smaller, larger = [], []
@@ -97,8 +97,8 @@ class EdgeCosts:
     def _convert(
         self,
         table: ReshardingTable,
-        tails: Sequence[Choice | Layout],
-        heads: Sequence[Choice | Layout],
+        tails: Options,
+        heads: Options,
         index: int,
         positions: tuple[int, ...],
         is_param: bool,
@@ -109,15 +109,15 @@ class EdgeCosts:
         Args:
             waits: where it is a sum over micro-batches, it is not there before the last of them.
         """
-        rows = np.array([table.index[layout_at_tail(o, index)] for o in tails])
-        columns = [np.array([table.index[layout_at_head(o, p)] for o in heads]) for p in positions]
+        rows = table.numbers(laid_at_tail(tails, index))
+        columns = [table.numbers(laid_at_head(heads, position)) for position in positions]
         key = (id(table), rows.tobytes(), tuple(each.tobytes() for each in columns), is_param)
         if key not in self._pairs:
             self._pairs[key] = _convert(table, rows, columns, is_param)
         forward, backward, gathered = self._pairs[key]
-        if waits:
+        summed = np.array([layout[0] == P for layout in table.layouts])
+        if waits and summed.any():
             # Only what leaves the model can wait for the last micro-batch.
-            summed = np.array([layout[0] == P for layout in table.layouts])
             early = summed[rows][:, None] & ~np.all([summed[each] for each in columns], axis=0)[None, :]
             forward = np.where(early, math.inf, forward)
         return forward, backward, gathered
@@ -128,16 +128,6 @@ class EdgeCosts:
         return not tensor.grad and tensor.numel == 1 and not self.graph.follows_from_parameters(ref)
 
 
-def layout_at_tail(option: Choice | Layout, index: int) -> Layout:
-    """The layout in which a choice gives a result."""
-    return option.results[index] if isinstance(option, Choice) else option
-
-
-def layout_at_head(option: Choice | Layout, position: int) -> Layout:
-    """The layout in which a choice wants an operand."""
-    return option.operands[position] if isinstance(option, Choice) else option
-
-
 def _convert(table: ReshardingTable, rows: Ints, columns: list[Ints], is_param: bool) -> Pair:
     """Seconds forward, seconds backward, and bytes gathered, of the reshardings of a value from layouts to layouts.
 
@@ -146,14 +136,13 @@ def _convert(table: ReshardingTable, rows: Ints, columns: list[Ints], is_param: 
         columns: for every operand that reads it, the number of the layout for each choice of the reader; one layout
             is made once.
     """
-    shape = (len(rows), len(columns[0]))
-    forward, backward = np.zeros(shape), np.zeros(shape)
-    gathered = np.zeros(shape, np.int64)
-    for nth, wanted in enumerate(columns):
-        pairs = np.ix_(rows, wanted)
-        repeated = np.any([wanted == earlier for earlier in columns[:nth]], axis=0)
+    first, *others = (np.ix_(rows, wanted) for wanted in columns)
+    forward, backward = table.forward_s[first], table.backward_s[first]
+    for nth, pairs in enumerate(others, 1):
+        repeated = np.any([columns[nth] == earlier for earlier in columns[:nth]], axis=0)
         forward += np.where(repeated, 0.0, table.forward_s[pairs])
         backward += np.where(repeated, 0.0, table.backward_s[pairs])
-        if is_param:
-            gathered += np.where(table.held[wanted][None, :] > table.held[rows][:, None], table.held[wanted], 0)
+    gathered = np.zeros(forward.shape, np.int64)
+    for wanted in columns if is_param else ():
+        gathered += np.where(table.held[wanted][None, :] > table.held[rows][:, None], table.held[wanted], 0)
     return forward, backward, gathered

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from planner.cost.kernels import Stream, kernel_of
 from planner.cost.model import CostModel
+from planner.formulation.choices import Choices, Options
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.resharding import ReshardingTable, local_bytes
 from planner.formulation.strategies import Choice
@@ -44,7 +45,7 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self.alike: dict[object, list[Choice]] = {}
+        self.alike: dict[object, Choices] = {}
         self.tables: dict[object, ReshardingTable] = {}
         self.pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
         self.computed: dict[object, tuple[float, float]] = {}
@@ -112,43 +113,45 @@ class LocalCosts:
         is_like = like is not None and like.decision_graph.blocks.ways is decision_graph.blocks.ways
         self._known: Known = like._known if like is not None and is_like else Known()
 
-    def works_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Floats, Ints, Ints]:
+    def works_of(self, node: Node, options: Options) -> tuple[Floats, Ints, Ints]:
         """Seconds (as :class:`Work` has them), bytes, and bytes of parameters, of every choice of an operator.
 
         Operators that share their choices share their rule, and so what they cost; what is held of it may differ.
         """
+        assert isinstance(options, Choices)
         working, traffic = self.decision_graph.blocks.working(node), self.traffic(node)
         key = (id(options), working, traffic)
         if key not in self._known.works:
             sizes, is_term, is_whole = self._parts_of(node, options)
             if (id(options), traffic) not in self._known.seconds:
-                choices = [option for option in options if isinstance(option, Choice)]
-                seconds = self._seconds_of(node, choices, _moved(traffic, sizes))
-                self._known.seconds[id(options), traffic] = np.array(seconds).T
+                self._known.seconds[id(options), traffic] = self._seconds_of(node, options, sizes)
             transient = working.bytes_of_each(sizes, is_term, is_whole)
             parameters = sizes[list(working.parameters)].sum(axis=0)
             self._known.works[key] = self._known.seconds[id(options), traffic], transient, parameters
         return self._known.works[key]
 
-    def _parts_of(self, node: Node, options: list[Choice] | list[Layout]) -> tuple[Ints, Mask, Mask]:
+    def _parts_of(self, node: Node, choices: Choices) -> tuple[Ints, Mask, Mask]:
         """Of an operator's tensors (operands, then results), for every choice: bytes on a rank, and whether it is
         partial, and replicated, on some axis.
         """
-        if id(options) not in self._known.parts:
-            tensors = (*self.graph.input_types(node), *node.results)
-            choices = [option for option in options if isinstance(option, Choice)]
-            layouts = [
-                [(*choice.operands, *choice.results)[place] for choice in choices] for place in range(len(tensors))
-            ]
-            cut = [[[isinstance(t, Shard) for t in layout] for layout in each] for each in layouts]
-            parts = np.where(np.array(cut, bool), np.array(self.mesh.sizes), 1).prod(axis=-1)
-            is_term, is_whole = (np.array([[t in layout for layout in each] for each in layouts]) for t in (P, R))
-            whole = np.array([tensor.size_bytes for tensor in tensors], np.int64)
-            self._known.parts[id(options)] = whole[:, None] // parts, is_term, is_whole
-        return self._known.parts[id(options)]
+        if id(choices) not in self._known.parts:
+            tensors, laid = (*self.graph.input_types(node), *node.results), (*choices.operands, *choices.results)
+            sizes, is_term, is_whole = (np.zeros((len(laid), len(choices)), t) for t in (np.int64, bool, bool))
+            for place, (tensor, each) in enumerate(zip(tensors, laid, strict=True)):
+                parts = np.array([self._parts(layout) for layout in each.layouts], np.int64)
+                sizes[place] = (tensor.size_bytes // parts)[each.numbers]
+                is_term[place] = np.array([P in layout for layout in each.layouts])[each.numbers]
+                is_whole[place] = np.array([R in layout for layout in each.layouts])[each.numbers]
+            self._known.parts[id(choices)] = sizes, is_term, is_whole
+        return self._known.parts[id(choices)]
 
-    def _bytes(self, node: Node, options: list[Choice] | list[Layout], places: tuple[int, ...]) -> Ints:
+    def _parts(self, layout: Layout) -> int:
+        """Into how many parts a tensor is cut."""
+        return math.prod([size for t, size in zip(layout, self.mesh.sizes, strict=True) if isinstance(t, Shard)])
+
+    def _bytes(self, node: Node, options: Options, places: tuple[int, ...]) -> Ints:
         """Bytes of some of an operator's tensors (operands, then results), for every choice."""
+        assert isinstance(options, Choices)
         key = (id(options), places)
         if key not in self._known.sizes:
             self._known.sizes[key] = self._parts_of(node, options)[0][list(places)].sum(axis=0)
@@ -242,43 +245,66 @@ class LocalCosts:
 
     def _computed_s(self, node: Node, choice: Choice) -> tuple[float, float]:
         """Seconds of an operator by itself, forward and backward."""
-        moved = _moved(self.traffic(node), np.array(self._sizes(node, choice), np.int64)[:, None])
-        ((forward_s, backward_s, _, _),) = self._seconds_of(node, [choice], moved)
+        sizes = np.array(self._sizes(node, choice), np.int64)[:, None]
+        forward_s, backward_s, _, _ = self._seconds_of(node, Choices.only(choice), sizes)[:, 0].tolist()
         return forward_s, backward_s
 
     def traffic(self, node: Node) -> MemoryTraffic:
         """What an operator passes over in memory."""
         return self.decision_graph.blocks.traffic(node, on_cpu=self.cost.cluster.on_cpu)
 
-    def _seconds_of(
-        self, node: Node, choices: Sequence[Choice], moved: Sequence[Moved]
-    ) -> list[tuple[float, float, float, float]]:
+    def _seconds_of(self, node: Node, choices: Choices, held: Ints) -> Floats:
         """Seconds of one operator on one rank, as :class:`Work` has them, for each of some choices.
 
         Args:
-            moved: what it passes over with each.
+            held: bytes of its tensors (operands, then results) with each.
         """
         row, rule, operands = OPS.get(node.op), self.rules[node.name], self.graph.input_types(node)
         traffic, sizes = self.traffic(node), self.mesh.sizes
         flops = 0.0 if row is None or row.view else row.flops(node, operands, rule)
-        local: dict[tuple[int, int], tuple[int, ...]] = {}
-        found = []
-        for choice, bytes_moved in zip(choices, moved, strict=True):
-            computed_s = 0.0, 0.0
-            if traffic.starts or traffic.runs:
-                shapes = []
-                for place, layout in enumerate(choice.operands):
-                    if (place, id(layout)) not in local:
-                        local[place, id(layout)] = local_shape(operands[place].shape, layout, sizes) or ()
-                    shapes.append(local[place, id(layout)])
-                share = math.prod([size for size, strategy in zip(sizes, choice.axes, strict=True) if strategy.factor])
-                busiest = flops / share * self.load(choice)
-                key = (id(rule), tuple(shapes), bytes_moved, busiest, traffic.starts)
+        seconds = np.zeros((4, len(choices)))
+        if traffic.starts or traffic.runs:
+            each_of = [
+                laid.each([local_shape(tensor.shape, layout, sizes) or () for layout in laid.layouts])
+                for tensor, laid in zip(operands, choices.operands, strict=True)
+            ]
+            shapes = [*zip(*each_of, strict=True)] if each_of else [()] * len(choices)
+            is_uneven = any(strategy.way.uneven for strategies in choices.strategies for strategy in strategies)
+            loads = [self.load(choice) for choice in choices] if is_uneven else [1.0] * len(choices)
+            found = []
+            busiest = [flops / share * load for share, load in zip(self._shares(choices), loads, strict=True)]
+            for local, moved, most in zip(shapes, _moved(traffic, held), busiest, strict=True):
+                key = (id(rule), local, moved, most, traffic.starts)
                 if key not in self._known.computed:
-                    self._known.computed[key] = self._compute(node, traffic, shapes, bytes_moved, busiest)
-                computed_s = self._known.computed[key]
-            found.append((*computed_s, *self._inner_s(node, rule, choice)))
-        return found
+                    self._known.computed[key] = self._compute(node, traffic, local, moved, most)
+                found.append(self._known.computed[key])
+            seconds[:2] = np.array(found).T
+        if row is not None and row.between is not None:
+            seconds[:2] += np.array([self.between_s(node, choice) for choice in choices]).T
+        if any(strategy.inner for strategies in choices.strategies for strategy in strategies):
+            seconds[2:] = np.array([self._inner_s(node, rule, choice) for choice in choices]).T
+        return seconds
+
+    def _shares(self, choices: Choices) -> list[int]:
+        """How many ranks, and micro-batches, share the work with each choice."""
+        shares = np.ones(len(choices), np.int64)
+        for axis, strategies, taken in zip(self.mesh.axes, choices.strategies, choices.taken, strict=True):
+            shares *= np.array([axis.size if strategy.factor else 1 for strategy in strategies])[taken]
+        return shares.tolist()
+
+    def between_s(self, node: Node, choice: Choice) -> tuple[float, float]:
+        """Seconds, forward and backward, in which an operator made of several passes over what it has between these."""
+        row = OPS.get(node.op)
+        if row is None or row.between is None:
+            return 0.0, 0.0
+        types = self.graph.input_types(node)
+        passed = row.between(node, types, self._sizes(node, choice), self.share(choice))
+        backward = passed.passed_backward if any(tensor.grad for tensor in node.results) else 0
+        return self.passing_s(passed.passed_forward, types[0].dtype), self.passing_s(backward, types[0].dtype)
+
+    def passing_s(self, size: int, dtype: str) -> float:
+        """Seconds to read or write so many bytes."""
+        return float(self.cost.compute_s(0.0, size, dtype, 0, Stream("multiply")))
 
     def _inner_s(self, node: Node, rule: Rule, choice: Choice) -> tuple[float, float]:
         """Seconds, forward and backward, of the collectives of an operator's local form."""
@@ -296,7 +322,8 @@ class LocalCosts:
 
     def share(self, choice: Choice) -> Share:
         """How much of an operator the busiest rank has."""
-        return Share(choice.shares(self.mesh), self.load(choice))
+        ways = frozenset(strategy.sharded for strategy in choice.axes if strategy.factor)
+        return Share(choice.shares(self.mesh), ways, self.load(choice))
 
     def inner_calls(self, rule: Rule, choice: Choice, differentiated: bool) -> Iterator[tuple[Axis, Inner, int]]:
         """The collectives of an operator's local form, on which axis, and the bytes that each rank passes to them;

@@ -6,17 +6,9 @@ import itertools
 from collections.abc import Callable
 from functools import cached_property
 
+from planner.formulation.choices import Choices, Options, choices_of
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.strategies import (
-    Allow,
-    Choice,
-    Cuts,
-    Strips,
-    axis_ways,
-    choices_of,
-    leaf_layouts,
-    shards_of,
-)
+from planner.formulation.strategies import Allow, Cuts, Strips, axis_ways, leaf_layouts, shards_of
 from planner.formulation.variables import Variable
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import I, Layout, LocalType, Mesh, R, Shard, local_shape
@@ -40,15 +32,15 @@ class NodeOptions:
         mesh: Mesh,
         allow: Allow | None,
         allow_leaf: AllowLeaf | None,
-        alike: dict[object, list[Choice]],
+        alike: dict[object, Choices],
     ):
         self.graph, self.rules, self.mesh = decision_graph.graph, decision_graph.rules, mesh
         self._decision_graph = decision_graph
         self.variables, self._ways = decision_graph.variables, decision_graph.blocks.ways
         self.allow, self.allow_leaf, self._alike = allow, allow_leaf, alike
-        self._choices_of: dict[Variable, list[Choice]] = {}
+        self._choices_of: dict[Variable, Choices] = {}
 
-    def of_nodes(self, variable: Variable) -> list[Choice] | list[Layout]:
+    def of_nodes(self, variable: Variable) -> Options:
         """The choices of the nodes of a variable."""
         node = self.graph.by_name[self.variables.members[variable][0]]
         if not node.is_leaf:
@@ -76,7 +68,7 @@ class NodeOptions:
         """Where a value may be cut on this mesh."""
         return self._cuts.get(self.variables.representative(ref), {})
 
-    def choices(self, variable: Variable) -> list[Choice]:
+    def choices(self, variable: Variable) -> Choices:
         """How the operators of a variable may run."""
         if variable not in self._choices_of:
             node = self.graph.by_name[self.variables.members[variable][0]]
@@ -90,7 +82,7 @@ class NodeOptions:
             self._choices_of[variable] = self._alike[key]
         return self._choices_of[variable]
 
-    def of_producer(self, ref: Ref) -> list[Choice] | list[Layout]:
+    def of_producer(self, ref: Ref) -> Options:
         """The choices of the node that makes a value."""
         variable = self.variables.variable_of[ref.node]
         node = self.graph.by_name[ref.node]

@@ -12,10 +12,12 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from planner.formulation.choices import Laid
 from planner.ir.graph import TensorType
 from planner.ir.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
 from planner.solve.problem import Floats, Ints
@@ -186,6 +188,7 @@ def _steps(
     return src, after[src, to], rule[src, to]
 
 
+@functools.cache
 def _passes_of_all(phase: Phase, together: int) -> Ints:
     """Those of every rule."""
     return np.array([passes(rule, phase, together) for rule in _RULES])
@@ -223,11 +226,10 @@ class ReshardingTable:
         self.tensor, self.mesh = tensor, mesh
         types: list[LocalType] = [R, P, *sorted(shards)] if not tensor.grad else [R, I, P, *sorted(shards)]
         others = [types] * (len(mesh.axes) - 1)
-        self.layouts = tuple(
-            layout
-            for layout in itertools.product([t for t in types if first is None or t in first], *others)
-            if local_shape(tensor.shape, layout, mesh.sizes) is not None
-        )
+        every = itertools.product([t for t in types if first is None or t in first], *others)
+        local = ((layout, local_shape(tensor.shape, layout, mesh.sizes)) for layout in every)
+        held_in = {layout: math.prod(shape) * tensor.item_bytes for layout, shape in local if shape is not None}
+        self.layouts = tuple(held_in)
         self.index = {layout: i for i, layout in enumerate(self.layouts)}
         count = len(self.layouts)
         forward = np.full((count, count), np.inf)
@@ -235,7 +237,7 @@ class ReshardingTable:
         np.fill_diagonal(forward, 0.0)
         np.fill_diagonal(backward, 0.0)
         is_last = np.zeros((count, count), np.bool_)  # steps that nothing follows but others such
-        held = self.held = np.array([local_bytes(tensor, layout, mesh) for layout in self.layouts], np.int64)
+        held = self.held = np.array([*held_in.values()], np.int64)
         for number, axis in enumerate(mesh.axes):
             silent = np.zeros(count)
             prices = np.stack(
@@ -262,6 +264,23 @@ class ReshardingTable:
         self._before_last = _lengthen(forward, backward, lasts, len(mesh.axes))
         self.forward_s: Floats = forward
         self.backward_s: Floats = backward
+
+    def numbers(self, laid: Laid) -> Ints:
+        """The number of the layout that each of several choices gives the value."""
+        found: Ints = np.array([self.index[layout] for layout in laid.layouts], np.int64)[laid.numbers]
+        return found
+
+    @cached_property
+    def summing_s(self) -> Floats:
+        """Matrix [from, to] of seconds of the route backward that sum gradients of all micro-batches."""
+        types = {layout[0]: None for layout in self.layouts}
+        first = np.array([[*types].index(layout[0]) for layout in self.layouts])
+        sums = (first[:, None] != first) & np.isfinite(self.backward_s)
+        step_s = np.where(sums, self.backward_s, 0.0)
+        found = step_s.copy()
+        _add_up(found, self._via, found)
+        _add_up(found, self._before_last, step_s)
+        return found
 
     def route(self, src: Layout, dst: Layout) -> Route:
         """The steps from ``src`` to ``dst``; empty when they are equal."""
@@ -308,14 +327,31 @@ def _lengthen(forward: Floats, backward: Floats, lasts: Floats, axes: int) -> In
 
 def _shorten(forward: Floats, backward: Floats, middles: Ints, through: Iterable[int], lasts: Floats | None) -> None:
     """Take routes through a layout, and on from there by routes or by the steps given, where that is quicker."""
-    all_ = np.stack([forward + backward, forward, backward])
-    onward = all_ if lasts is None else np.stack([lasts[0] + lasts[1], *lasts])
-    enough = all_[0] * (1 - 1e-12) - 1e-18
+    on_forward, on_backward = (forward, backward) if lasts is None else lasts
+    both = forward + backward
+    onward = both if lasts is None else on_forward + on_backward
+    enough = both * (1 - 1e-12) - 1e-18
+    flat_forward, flat_backward, flat_both, flat_enough, flat_middles = (
+        each.reshape(-1) for each in (forward, backward, both, enough, middles)
+    )
     for k in through:
-        longer = all_[:, :, k, None] + onward[:, k, None]
-        better = longer[0] < enough
-        if better.any():
-            np.copyto(all_, longer, where=better)
-            enough = all_[0] * (1 - 1e-12) - 1e-18
-            middles[better] = k
-    forward[:], backward[:] = all_[1:]
+        longer = both[:, k, None] + onward[k]
+        quicker = (longer < enough).reshape(-1).nonzero()[0]
+        if len(quicker):
+            src, dst = quicker // len(both), quicker % len(both)
+            flat_both[quicker] = found = longer.reshape(-1)[quicker]
+            flat_enough[quicker] = found * (1 - 1e-12) - 1e-18
+            flat_forward[quicker] = forward[src, k] + on_forward[k, dst]
+            flat_backward[quicker] = backward[src, k] + on_backward[k, dst]
+            flat_middles[quicker] = k
+
+
+def _add_up(found: Floats, middles: Ints, onward: Floats) -> None:
+    """Sums along routes, in place, where these are put together of two: one to a middle, and one on from there."""
+    src, dst = np.nonzero(middles >= 0)
+    found[src, dst] = math.nan
+    while len(src):
+        middle = middles[src, dst]
+        found[src, dst] = found[src, middle] + onward[middle, dst]
+        is_open = np.isnan(found[src, dst])
+        src, dst = src[is_open], dst[is_open]

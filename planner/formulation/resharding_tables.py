@@ -8,10 +8,11 @@ from typing import cast
 import numpy as np
 
 from planner.cost.model import CostModel
+from planner.formulation.choices import laid_at_head, laid_at_tail
 from planner.formulation.decisions import DecisionGraph, Together
 from planner.formulation.node_options import NodeOptions
 from planner.formulation.resharding import ReshardingTable
-from planner.formulation.strategies import Choice, shards_of
+from planner.formulation.strategies import shards_of
 from planner.formulation.unsharding import Unsharding
 from planner.formulation.variables import Variable
 from planner.ir.graph import Ref
@@ -126,11 +127,10 @@ class ReshardingTables:
         return self._micro_batches_of[ref]
 
     def _find_micro_batches(self, ref: Ref) -> frozenset[LocalType]:
-        produced = self.options.of_producer(ref)
-        found = {each.results[ref.index][0] if isinstance(each, Choice) else each[0] for each in produced}
+        every = [laid_at_tail(self.options.of_producer(ref), ref.index)]
         for head, positions in self.decision_graph.reads.get(ref, ()):
             if head[0] == "op":
-                found.update(choice.operands[at][0] for choice in self.options.choices(head) for at in positions)
+                every += [self.options.choices(head).operands[at] for at in positions]
             elif head[0] == "output":
-                found.update(layout[0] for layout in self.options.of_output(cast(int, head[1])))
-        return frozenset(found)
+                every.append(laid_at_head(self.options.of_output(cast(int, head[1])), 0))
+        return frozenset(layout[0] for laid in every for layout in laid.layouts)

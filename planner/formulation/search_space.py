@@ -17,6 +17,7 @@ from typing import cast
 import numpy as np
 
 from planner.cost.model import CostModel
+from planner.formulation.choices import Options, laid_at_tail
 from planner.formulation.decisions import DecisionGraph, Flow
 from planner.formulation.discarded_outputs import discarded_outputs
 from planner.formulation.edge_costs import EdgeCosts, Pair
@@ -26,7 +27,7 @@ from planner.formulation.pipeline_pace import PipelinePace, pace_of
 from planner.formulation.remat.levels import NOTHING, Recompute
 from planner.formulation.resharding import ReshardingTable, local_bytes
 from planner.formulation.resharding_tables import ReshardingTables
-from planner.formulation.strategies import Allow, Choice
+from planner.formulation.strategies import Allow
 from planner.formulation.training import Training
 from planner.formulation.variables import Variable
 from planner.ir.folding import Folded, Instance
@@ -56,7 +57,7 @@ class Space(LocalCosts):
         decision_graph: that of the folded graph, where it is known already.
         pace: that of the average rank of a pipeline, each stage of which is on a mesh of its own like ``mesh``: costs
             are no rank's, but all of what a lower bound needs. Left out: one stage.
-        like: another space of the same graph, mesh, prices and rules.
+        like: another space of the same graph, mesh, prices and rules; stages and unsharding may be others.
 
     With micro-batches (:data:`planner.ir.layout.MICRO`) work and storage are those of one. Where parameters are
     gathered and gradients reduced once a step, both are held in the layout in which they are used; where in each
@@ -93,9 +94,9 @@ class Space(LocalCosts):
         self._last: tuple[object, tuple[Vertex, ...]] | None = None
 
     @cached_property
-    def options(self) -> dict[Variable, list[Choice] | list[Layout]]:
+    def options(self) -> dict[Variable, Options]:
         """The choices of every variable, in a fixed order."""
-        found: dict[Variable, list[Choice] | list[Layout]] = {}
+        found: dict[Variable, Options] = {}
         for variable in self.members:
             found[variable] = self._node_options.of_nodes(variable)
         for point, ref in self.variables.reshard_points.items():
@@ -149,15 +150,10 @@ class Space(LocalCosts):
     def reshard_layouts(self, point: Variable, ref: Ref) -> list[Layout]:
         """Layouts some reader of the value (in any instance) wants or its producer gives; P only if given."""
         readers = self.decision_graph.reshard_readers[point]
-        wanted = {
-            choice.operands[position]: None
-            for variable, position in readers
-            for choice in self._node_options.choices(variable)
-        }
-        for decision in self._node_options.of_producer(ref):
-            wanted[decision.results[ref.index] if isinstance(decision, Choice) else decision] = None
-        table = self.table(ref)
-        return [layout for layout in table.layouts if layout in wanted]
+        every = [self._node_options.choices(variable).operands[position] for variable, position in readers]
+        every.append(laid_at_tail(self._node_options.of_producer(ref), ref.index))
+        wanted = {layout for laid in every for layout in laid.layouts}
+        return [layout for layout in self.table(ref).layouts if layout in wanted]
 
     def describe(self, variable: Variable) -> str:
         """A variable in the user's words."""
@@ -395,9 +391,7 @@ class Space(LocalCosts):
         is_trained = leaf.op == "param" and leaf.results[0].grad
         return local_bytes(leaf.results[0], layout, self.mesh) if is_alone and is_trained else 0
 
-    def held_by(
-        self, variable: Variable, node: Node, options: list[Choice] | list[Layout], recompute: Recompute
-    ) -> Ints:
+    def held_by(self, variable: Variable, node: Node, options: Options, recompute: Recompute) -> Ints:
         """What members of a variable keep for backward, and what one of them has recomputed while its block runs its
         backward.
 

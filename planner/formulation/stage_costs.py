@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
+from planner.formulation.choices import laid_at_head, laid_at_tail
 from planner.formulation.cost_table import (
     AGAIN,
     ANYWHERE,
@@ -40,13 +41,9 @@ from planner.formulation.cost_table import (
     CostTable,
 )
 from planner.formulation.decisions import AsMade, Flow
-from planner.formulation.edge_costs import layout_at_head, layout_at_tail
 from planner.formulation.remat.levels import NOTHING, Amount, Level, Levels, Recompute
-from planner.formulation.resharding import ReshardingTable
 from planner.formulation.search_space import Space
 from planner.formulation.variables import Variable
-from planner.ir.graph import Ref
-from planner.ir.layout import MICRO
 from planner.solve.choices.model import Mask, arc_consistent
 from planner.solve.pipeline.master import Prices, Variant
 from planner.solve.problem import Floats, Ints
@@ -114,14 +111,14 @@ class StageCosts:
         """Seconds of work of one micro-batch at most that what is once a step may be behind of."""
         assert self.kept is not None
         singles = zip(self._singles, self.kept, strict=True)
-        return sum(float(each.parts[kept, COVER].max()) for each, kept in singles)
+        return sum(float(each.parts[COVER, kept].max()) for each, kept in singles)
 
     def exposed_s(self, choices: Sequence[int]) -> float:
         """Seconds once a step that work does not cover under choices; below zero where there is work left."""
-        singles = (each.parts[choice] for each, choice in zip(self._singles, choices, strict=True))
+        singles = (each.parts[:, choice] for each, choice in zip(self._singles, choices, strict=True))
         found = sum(float(parts[BEHIND] - parts[COVER]) for parts in singles)
         pairs = ((each, ends) for ends, several in self._pairs.items() for each in several)
-        return found + sum(float(each.parts[choices[a], choices[b], BEHIND]) for each, (a, b) in pairs)
+        return found + sum(float(each.parts[BEHIND, choices[a], choices[b]]) for each, (a, b) in pairs)
 
     def least_bytes(self, part: float = 1.0) -> int:
         """What the average rank holds at the least: every decision by itself, saving what any level saves at least.
@@ -129,7 +126,7 @@ class StageCosts:
         Args:
             part: a micro-batch is of the space's.
         """
-        held = (float((each.parts[:, HELD] + part * each.saved.min(axis=1)).min()) for each in self._singles)
+        held = (float((each.parts[HELD] + part * each.saved.min(axis=0)).min()) for each in self._singles)
         return int(sum(held)) // self.space.stages
 
     # ---- what there is -----------------------------------------------------------------------------------------------
@@ -183,7 +180,7 @@ class StageCosts:
     def _single(self, variable: Variable) -> Costs:
         space, options = self.space, self.space.options[variable]
         size, count = len(options), len(self.levels)
-        parts, saved, wall = np.zeros((size, len(USES))), np.zeros((size, count)), np.zeros(size)
+        parts, saved, wall = np.zeros((len(USES), size)), np.zeros((count, size)), np.zeros(size)
         again = np.zeros(count)
         if variable not in space.members:
             return Costs(ANYWHERE, parts, again, saved, wall)
@@ -195,29 +192,24 @@ class StageCosts:
                 assert isinstance(layout, tuple)
                 once_s, held = space.storage(node, layout)
                 held -= space.not_with_all(node, layout)
-                parts[number, ONCE], parts[number, HELD] = once_s * times, held * times
+                parts[ONCE, number], parts[HELD, number] = once_s * times, held * times
             return Costs(place, parts, again, saved, wall, is_value=node.op != "param")
         kind = cast(int, variable[1])
         place = self._places[kind]
         (forward, backward, inner_again, inner_backward), transient, parameters = space.works_of(node, options)
         if space.training.tier != "device":
             transient = transient + parameters
-        parts[:, FORWARD] = (forward + inner_again) * times
-        parts[:, BACKWARD] = (backward + inner_backward) * times
-        parts[:, AGAIN] = forward + inner_again
-        parts[:, COVER] = backward * space.overlap * times
+        parts[FORWARD] = (forward + inner_again) * times
+        parts[BACKWARD] = (backward + inner_backward) * times
+        parts[AGAIN] = forward + inner_again
+        parts[COVER] = backward * space.overlap * times
         if place == BODY:
             again = np.array([float(space.decision_graph.runs_again(variable, each)) for each in self.amounts])
-            saved = np.array([space.held_by(variable, node, options, each) for each in self.amounts], float).T
+            saved = np.array([space.held_by(variable, node, options, each) for each in self.amounts], float)
         else:
             held = np.min([space.held_by(variable, node, options, each) for each in self.least_amounts], axis=0)
-            saved = np.repeat(held[:, None].astype(float), count, axis=1)
+            saved = np.tile(held.astype(float), (count, 1))
         return Costs(place, parts, again, saved, wall, transient=transient.astype(np.float64))
-
-    @cached_property
-    def _adding_s(self) -> dict[int, Floats]:
-        """By table, from layout to layout, what is known of :meth:`_summing_s`."""
-        return {}
 
     @cached_property
     def _pairs(self) -> dict[tuple[int, int], list[Costs]]:
@@ -242,7 +234,7 @@ class StageCosts:
             ends = self.index[tail], self.index[head]
             for costs in (known[key], *(self._kept_as_made(flow, as_made) if place == BODY else ())):
                 if ends[0] > ends[1]:
-                    parts, saved = (each.swapaxes(0, 1) for each in (costs.parts, costs.saved))
+                    parts, saved = (each.swapaxes(1, 2) for each in (costs.parts, costs.saved))
                     costs = replace(costs, parts=parts, saved=saved, wall=costs.wall.T)
                 found.setdefault((min(ends), max(ends)), []).append(costs)
         return found
@@ -255,11 +247,11 @@ class StageCosts:
             return []
         enlarging = self.space.edge_costs.enlarging(flow)
         shape = enlarging.again_s.shape
-        parts, saved = np.zeros((*shape, len(USES))), np.zeros((*shape, len(self.levels)))
-        parts[..., AGAIN] = np.where(np.isfinite(enlarging.again_s), enlarging.again_s, 0.0)
+        parts, saved = np.zeros((len(USES), *shape)), np.zeros((len(self.levels), *shape))
+        parts[AGAIN] = np.where(np.isfinite(enlarging.again_s), enlarging.again_s, 0.0)
         for at in places:
             times = np.array([float(each.held.get((flow, at), 0)) for each in as_made])
-            saved += enlarging.smaller_bytes[at][..., None] * times
+            saved += np.multiply.outer(times, enlarging.smaller_bytes[at])
         return [Costs(BODY, parts, again, saved, np.zeros(shape), is_value=True)]
 
     def _pair(
@@ -283,18 +275,20 @@ class StageCosts:
             added_s: of backward, what adding up the gradients of one micro-batch takes in it.
         """
         forward, backward, gathered = pair
-        wall = np.where(np.isfinite(forward) & np.isfinite(backward), 0.0, math.inf)
-        forward, backward = (np.where(wall == 0.0, each, 0.0) for each in (forward, backward))
-        parts, saved = np.zeros((*forward.shape, len(USES))), np.zeros((*forward.shape, len(self.levels)))
+        allowed = np.isfinite(forward) & np.isfinite(backward)
+        wall = np.where(allowed, 0.0, math.inf)
+        if not allowed.all():
+            forward, backward = (np.where(allowed, each, 0.0) for each in (forward, backward))
+        parts, saved = np.zeros((len(USES), *forward.shape)), np.zeros((len(self.levels), *forward.shape))
         once = is_param and self.space.unsharding.once_per_step
         if once:
-            parts[..., ONCE], parts[..., BACKWARD] = forward * count, added_s
-            parts[..., BEHIND] = np.maximum(backward * count - added_s * self.space.mesh.micro_batches, 0.0)
-            parts[..., HELD] = gathered * factor - (0.0 if late is None else count * late)
+            parts[ONCE], parts[BACKWARD] = forward * count, added_s
+            parts[BEHIND] = np.maximum(backward * count - added_s * self.space.mesh.micro_batches, 0.0)
+            parts[HELD] = gathered * factor - (0.0 if late is None else count * late)
         else:
-            parts[..., FORWARD], parts[..., BACKWARD], parts[..., AGAIN] = forward * count, backward * count, forward
+            parts[FORWARD], parts[BACKWARD], parts[AGAIN] = forward * count, backward * count, forward
             if is_param and place == BODY:
-                saved[:] = gathered[..., None] * kept
+                saved[:] = np.multiply.outer(kept, gathered)
         again = np.zeros(len(self.levels)) if once else again
         return Costs(place, parts, again, saved, wall, is_value=not is_param)
 
@@ -302,23 +296,9 @@ class StageCosts:
         """Seconds to add a parameter's gradient of one micro-batch to that of the others, for every pair of choices."""
         space, (tail, head, ref, positions) = self.space, flow
         table = space.table(ref)
-        known = self._adding_s.setdefault(id(table), np.full((len(table.layouts), len(table.layouts)), math.nan))
-        rows = [table.index[layout_at_tail(each, ref.index)] for each in space.options[tail]]
-        columns = [table.index[layout_at_head(each, positions[0])] for each in space.options[head]]
-        for row in set(rows):
-            for column in set(columns):
-                if math.isnan(known[row, column]):
-                    known[row, column] = self._summing_s(ref, table, row, column)
-        total: Floats = known[np.ix_(rows, columns)] / space.mesh.micro_batches
-        return total
-
-    def _summing_s(self, ref: Ref, table: ReshardingTable, row: int, column: int) -> float:
-        """Seconds of what sums the gradients of all micro-batches on the way between two layouts."""
-        space, (source, target) = self.space, (table.layouts[row], table.layouts[column])
-        if source == target or not math.isfinite(table.backward_s[row, column]):
-            return 0.0
-        steps = (each for each in table.route(source, target) if space.mesh.axes[each.axis].name == MICRO)
-        return sum(space.conversion_s(ref, each.before, each.after)[1] for each in steps)
+        rows = table.numbers(laid_at_tail(space.options[tail], ref.index))
+        columns = table.numbers(laid_at_head(space.options[head], positions[0]))
+        return table.summing_s[np.ix_(rows, columns)] / space.mesh.micro_batches
 
     def _place_of(self, tail: Variable, head: Variable) -> str:
         kinds = {self._kind_of(each) for each in (tail, head)} - {None}
@@ -396,9 +376,10 @@ class StageCosts:
         entries += [(each, (choices[a], choices[b])) for (a, b), several in self._pairs.items() for each in several]
         for costs, where in entries:
             parts, again, saved = sums[costs.place]
-            parts += costs.parts[where]
-            again += costs.again * costs.parts[(*where, AGAIN)]
-            saved += costs.saved[where]
+            at: Any = (slice(None), *where)
+            parts += costs.parts[at]
+            again += costs.again * costs.parts[at][AGAIN]
+            saved += costs.saved[at]
         found = {}
         for place, (parts, again, saved) in sums.items():
             times = max(1, self.blocks(place))

@@ -1,4 +1,4 @@
-"""Every way to run each operator on a whole mesh, and every way to store each parameter.
+"""Every way to run each operator on each axis of a mesh, and every way to store each parameter.
 
 A :class:`Choice` fixes, for one operator, the axis strategy on each mesh axis, and with it the layout
 of every operand and result. Choices follow mechanically from the factor rules; nothing here knows an
@@ -302,40 +302,10 @@ def axis_ways(
         key = id(rule), axis.size, cut
         if key not in known:
             known[key] = _ways(rule, axis.size, (*graph.input_types(node), *node.results), strips)
-        every = [each for each in known[key] if _are_known(each[1], strips)]
+        every = known[key]
         kept = [each for each in every if allow is None or allow(node, position, each[0])]
         found.append(kept or [each for each in every if each[0].kind in ("invariant", "replicate")])
     return found
-
-
-def choices_of(graph: Graph, node: Node, mesh: Mesh, ways: list[Ways]) -> list[Choice]:
-    """Every combination of ways to run ``node``, one for each axis, whose local shapes are even, without repeats."""
-    tensors, operands = (*graph.input_types(node), *node.results), len(node.inputs)
-    numbers: dict[LocalType, int] = {}
-    per_axis = []
-    for axis, each in zip(mesh.axes, ways, strict=True):
-        different: dict[object, tuple[AxisStrategy, tuple[int, ...], str]] = {}
-        for strategy, types in each:
-            placed = tuple([numbers.setdefault(t, len(numbers)) for t in types])
-            different.setdefault((placed, strategy.inner), (strategy, placed, f"{axis.name}:{strategy}"))
-        per_axis.append(different.values())
-    local_types = list(numbers)
-    seen: list[dict[tuple[int, ...], Layout | None]] = [{} for _ in tensors]
-    choices = []
-    for combination in itertools.product(*per_axis):
-        strategies, numbered, labels = zip(*combination, strict=True)
-        layouts = []
-        for tensor, known, placed in zip(tensors, seen, zip(*numbered, strict=True), strict=True):
-            if placed not in known:
-                layout = tuple([local_types[number] for number in placed])
-                known[placed] = layout if local_shape(tensor.shape, layout, mesh.sizes) is not None else None
-            found = known[placed]
-            if found is None:
-                break
-            layouts.append(found)
-        else:
-            choices.append(Choice(strategies, tuple(layouts[:operands]), tuple(layouts[operands:]), " ".join(labels)))
-    return choices
 
 
 def _ways(rule: Rule, size: int, tensors: tuple[TensorType, ...], strips: tuple[Strips, ...]) -> Ways:
@@ -350,7 +320,8 @@ def _ways(rule: Rule, size: int, tensors: tuple[TensorType, ...], strips: tuple[
     every = axis_strategies(rule, size, {f: frozenset(o) for f, o in outers.items()})
     if not any(t.grad for t in tensors):
         every = [s for s in every if s.kind != "invariant"]
-    return [(s, _resting((*s.operands, *s.results), tensors)) for s in every]
+    ways = [(s, _resting((*s.operands, *s.results), tensors)) for s in every]
+    return [each for each in ways if _are_known(each[1], strips)]
 
 
 def _resting(types: tuple[LocalType, ...], tensors: tuple[TensorType, ...]) -> tuple[LocalType, ...]:

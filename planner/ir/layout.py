@@ -30,12 +30,12 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from planner.base.errors import PlanError
 
 
-@dataclass(frozen=True, order=True)
-class Shard:
+class Shard(NamedTuple):
     """A slice along ``dim``, of each of the ``outer`` equal strips of that dim."""
 
     dim: int
@@ -44,11 +44,11 @@ class Shard:
     def __str__(self) -> str:
         return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{self.outer})"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A local type without a dim: ``R``, ``I`` or ``P``."""
 
     letter: str
@@ -56,7 +56,8 @@ class Mark:
     def __str__(self) -> str:
         return self.letter
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
 
 R, I, P = Mark("R"), Mark("I"), Mark("P")  # noqa: E741

@@ -91,12 +91,16 @@ class _Rows:
 
     @property
     def count(self) -> int:
-        return round(self.average * self.share.load)
+        return self.average if self.share.load == 1 else round(self.average * self.share.load)
+
+    @property
+    def is_dispatched(self) -> bool:
+        return f"t.{DISPATCH}" in self.share.ways
 
     @property
     def back(self) -> int:
         """Rows that come back."""
-        return self.count if "e" in self.share.parts else self.average
+        return self.average if self.is_dispatched else self.count
 
     def features_bytes(self, rows: int) -> int:
         """Of a tensor like the tokens, with so many rows."""
@@ -119,15 +123,35 @@ class _Rows:
         features = self.features_bytes(self.count + self.back)
         return features + between * self.hidden_bytes + each * self.count
 
+    @property
+    def passed_bytes(self) -> tuple[int, int]:
+        """What is read and written beside products, forward and backward, as :mod:`autopar.operators.experts` does it.
+
+        Forward rows are taken (2), weighted (2), put in their places (2) and summed (1); backward that is undone (2),
+        weighted and multiplied by rows for the gradients of weights (6), and rows are put and summed (3). What is
+        dispatched is sorted anew where it arrives, and back (2 and 2, in backward alike). Of hidden features an
+        activation is 2, and 3 backward; a product with ups 3, 6 backward, and 4 to join the gradients of both; a clamp
+        of gates 2 and 3, of ups 2 and 4; an offset 2 and 0; swish 7 and 14 in place of an activation.
+        """
+        gated, swish = self.node["gate"] != "none", self.node["activation"] == "swish"
+        features, dispatched = self.features_bytes(self.count), 4 * self.is_dispatched
+        limited, shifted = bool(self.node["limit"]), gated and bool(self.node["offset"])
+        forward = (7 if swish else 2) + 3 * gated + (2 + 2 * gated) * limited + 2 * shifted
+        backward = (14 if swish else 3) + 10 * gated + (3 + 4 * gated) * limited
+        return (
+            (7 + dispatched) * features + forward * self.hidden_bytes,
+            (11 + dispatched) * features + backward * self.hidden_bytes,
+        )
+
 
 def between(node: Node, types: Sequence[TensorType], sizes: Sequence[int], share: Share) -> Between:
-    """What experts have of their rows: kept for backward; forward, rows that are weighted and put in their places;
-    backward, before there is any gradient of an operand, what it multiplies weights and rows by, and these.
+    """What experts have of their rows: what is kept for backward; needed forward, rows that are weighted and put in
+    their places; backward, before there is any gradient of an operand, what multiplies weights and rows, and these.
     """
     rows, gradients = _Rows(node, types, share), sum(b for b, tensor in zip(sizes, types, strict=False) if tensor.grad)
     features = rows.features_bytes(rows.count)
     forward = features * (1 + share.parts.get("e", 1))
-    return Between(rows.kept_bytes, forward, max(0, 3 * features - gradients))
+    return Between(rows.kept_bytes, forward, max(0, 3 * features - gradients), *rows.passed_bytes)
 
 
 ROWS: dict[str, Row] = {

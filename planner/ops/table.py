@@ -39,23 +39,29 @@ an operator made of several makes between these (:attr:`Row.between`)."""
 
 
 class Share(NamedTuple):
-    """How much of an operator one rank has: one of so many ``parts`` of each factor that is sharded, and its ``load``,
-    how many times the average that is where parts are uneven (:attr:`planner.ops.sharding_rule.FactorWay.uneven`).
+    """How much of an operator one rank has: one of so many ``parts`` of each factor that is sharded, in these ``ways``
+    (as ``t.dispatch``), and its ``load``, how many times the average that is where parts are uneven
+    (:attr:`planner.ops.sharding_rule.FactorWay.uneven`).
     """
 
     parts: Mapping[str, int]
-    load: float
+    ways: frozenset[str] = frozenset()
+    load: float = 1.0
 
 
-WHOLE = Share({}, 1.0)
+WHOLE = Share({})
 
 
 class Between(NamedTuple):
-    """Bytes that an operator has on a rank besides operands and results: kept for backward, or only while it runs."""
+    """What an operator that is made of several has on a rank between these, in bytes: kept for backward, needed only
+    while it runs, and passed over.
+    """
 
     kept: int
     forward: int
     backward: int
+    passed_forward: int
+    passed_backward: int
 
 
 BetweenOf = Callable[[Node, Sequence[TensorType], Sequence[int], Share], Between]

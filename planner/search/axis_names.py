@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.formulation.assignment import Assignment
-from planner.formulation.constraints.labels import Labels, label_blocks, labelled_parts
+from planner.formulation.constraints.labels import Labels, label_blocks
 from planner.formulation.constraints.pins import FREE_AXES
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Mesh, Shard
@@ -64,7 +64,7 @@ def _shards(assignment: Assignment, node: Node, strategy: AxisStrategy, batch: L
     """The name for an axis that does the same with every operator."""
     part, rule = (strategy.factor, strategy.outer), assignment.space.rules[node.name]
     for name, labels in (("data", batch), ("context", sequence)):
-        if part in labelled_parts(node, rule, labels):
+        if part in labels.parts(node, rule):
             return name
     return "tensor"
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from planner.analysis.pipeline.chain import Link, links_of
 from planner.base.errors import PinError
 from planner.cost.model import CostModel
 from planner.formulation.assignment import assignment_of
 from planner.formulation.constraints.filters import filters
-from planner.formulation.constraints.labels import Labels, label_dims
+from planner.formulation.constraints.labels import Labels, label_blocks
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.constraints.stored_layouts import StoredLayouts
 from planner.formulation.decisions import DecisionGraph
@@ -20,7 +21,7 @@ from planner.formulation.remat.levels import Levels
 from planner.formulation.search_space import Space
 from planner.formulation.stage_costs import StageCosts
 from planner.formulation.training import Training
-from planner.ir.graph import Graph
+from planner.ir.layout import Mesh
 from planner.ops.sharding_rule import Rule
 from planner.search.parallel_config import ParallelConfig, pipelines_of, schedules
 from planner.search.pipeline_bounds import PipelineBounds, least_send_s
@@ -36,9 +37,10 @@ class SearchContext:
 
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
-    ``formulated`` the last space of each configuration, ``paths`` those of the schedule of each pipeline,
-    ``own_bounds`` those of configurations by themselves, ``free_s`` what plans take if memory and waiting cost nothing,
-    by micro-batches, ``typical`` what solves the problem of a typical rank, and ``chains`` those of choices.
+    ``formulated`` the last space of each configuration, ``laid_on`` that of each mesh, ``paths`` those of the schedule
+    of each pipeline, ``own_bounds`` those of configurations by themselves, ``free_s`` what plans take if memory and
+    waiting cost nothing, by micro-batches, ``typical`` what solves the problem of a typical rank, and ``chains`` those
+    of choices.
     """
 
     cost: CostModel
@@ -53,6 +55,7 @@ class SearchContext:
     gap: float = 0.0
     known: dict[str, Labels] = field(default_factory=dict)
     formulated: dict[ParallelConfig, Space] = field(default_factory=dict)
+    laid_on: dict[Mesh, Space] = field(default_factory=dict)
     paths: dict[Pipeline, Paths] = field(default_factory=dict)
     own_bounds: dict[ParallelConfig, PipelineBounds] = field(default_factory=dict)
     free_s: dict[object, dict[int, float]] = field(default_factory=dict)
@@ -65,16 +68,16 @@ class SearchContext:
         """Memory that a plan may fill by the search's own reckoning, ``spare_bytes`` less than a device has."""
         return self.cost.cluster.device.usable_bytes - self.spare_bytes
 
-    def labels(self, graph: Graph, label: str) -> Labels:
-        """:func:`planner.formulation.constraints.labels.label_dims`, found once."""
+    def labels(self, decision_graph: DecisionGraph, label: str) -> Labels:
+        """:func:`planner.formulation.constraints.labels.label_blocks`, found once."""
         if label not in self.known:
-            self.known[label] = label_dims(graph, self.rules, label)
+            self.known[label] = label_blocks(decision_graph, label)
         return self.known[label]
 
     def formulate(self, decision_graph: DecisionGraph, config: ParallelConfig) -> Space:
         """Every decision to take in one configuration."""
         mesh, graph = config.mesh, decision_graph.graph
-        kept = filters(self.pins, graph, self.rules, mesh, lambda label: self.labels(graph, label))
+        kept = filters(self.pins, graph, self.rules, mesh, partial(self.labels, decision_graph))
         if self.stored is not None:
             kept = kept[0], self.stored.allow_leaf(mesh)
         space = Space(
@@ -86,9 +89,9 @@ class SearchContext:
             *kept,
             decision_graph,
             config.pace(self.pins.schedule),
-            like=self.formulated.get(config),
+            like=self.laid_on.get(mesh),
         )
-        self.formulated[config] = space
+        self.formulated[config] = self.laid_on[mesh] = space
         empty = [variable for variable, options in space.options.items() if not options]
         if empty:
             raise PinError(

@@ -89,7 +89,11 @@ class ClosedSpace(Space):
             arithmetic_s = growing(0.0, heavier / rate, flops) / self._sharing(choice) * self.load(choice)
             starts_s = device.launch_overhead_s * any(often)
             found.append(largest((arithmetic_s, memory_s(often))) + starts_s + is_backward * besides_s)
+        found = [each + between_s for each, between_s in zip(found, self.between_s(node, choice), strict=True)]
         return found[0], found[1] if any(tensor.grad for tensor in node.results) else 0.0
+
+    def passing_s(self, size: int, dtype: str) -> float:
+        return growing(0.0, 1 / self._bandwidth, size) if size else 0.0
 
     def _whole_flops(self, node: Node) -> int:
         row = OPS.get(node.op)

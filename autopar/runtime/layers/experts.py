@@ -18,8 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._local_tensor import LocalTensor
 
+from autopar.functions.ranks import for_each_rank
 from autopar.operators.expert import Expert
-from autopar.operators.experts import by_expert, for_each_rank, known, put, routed, take, through
+from autopar.operators.experts import by_expert, known, put, routed, take, through
 from autopar.runtime.spmd.expert_load import Routed
 from autopar.runtime.spmd.rank_index import Groups, as_partial, cut, first, ranks
 from autopar.runtime.spmd.row_exchange import exchange_counts, exchange_rows, splits
@@ -55,7 +56,7 @@ def experts(
     """
     matrices = (up, down, up_bias, down_bias)
     whole = tuple(group for group in holding_groups if group not in dispatch_groups)
-    with state.random.region(draws=False):
+    with state.random.region():
         if x.is_meta or isinstance(x, FakeTensor):
             found = torch.ops.autopar.experts.default(x, indices, weights, *matrices, *arguments)
             return as_partial(found, whole)

@@ -17,7 +17,7 @@ from autopar.runtime.spmd.run_state import RunState
 
 def draw(op: OpOverload[..., Any], state: RunState, varying: GroupsOrMicroBatches, *args: Any, **kwargs: Any) -> Any:
     """``op``, drawing alike on ranks that hold the same data and differently over ``varying``."""
-    with state.random.region(varying):
+    with state.random.drawing(varying):
         return op(*args, **kwargs)
 
 
@@ -36,5 +36,5 @@ def draw_attention(
 
     The arguments are those of :func:`autopar.runtime.layers.attention.attention`.
     """
-    with state.random.region(varying):
+    with state.random.drawing(varying):
         return attention(query, key, value, attn_mask, dropout_p if state.training else 0.0, is_causal, **kwargs)

@@ -45,18 +45,22 @@ class RandomState:
         return self._replay is not None
 
     @contextlib.contextmanager
-    def region(self, groups: GroupsOrMicroBatches = (), *, draws: bool = True) -> Iterator[None]:
-        """Draw as the holder of this rank's slice over ``groups``; ranks that differ elsewhere draw the same.
-
-        One that draws nothing takes no place in the stream: it is a region for what it keeps for backward.
+    def region(self) -> Iterator[None]:
+        """Keep for backward what a recording finds again, to make it anew; nothing is drawn, and no place is taken in
+        the stream.
         """
-        self.now, seed = self._next(groups, draws)
-        if not draws:
-            try:
-                yield
-            finally:
-                self.now = None
-            return
+        self.now, _ = self._entered(0)
+        try:
+            yield
+        finally:
+            self.now = None
+
+    @contextlib.contextmanager
+    def drawing(self, groups: GroupsOrMicroBatches = ()) -> Iterator[None]:
+        """A region that draws as the holder of this rank's slice over ``groups``; ranks that differ elsewhere draw the
+        same.
+        """
+        self.now, seed = self._entered(0 if self.is_replaying else self._next_seed(groups))
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         try:
             with torch.random.fork_rng(devices), _simulated_ranks_forked():
@@ -65,12 +69,18 @@ class RandomState:
         finally:
             self.now = None
 
-    def _next(self, groups: GroupsOrMicroBatches, draws: bool) -> tuple[int | None, int]:
-        """The number in the recording, if there is one, and the seed of the region that begins."""
+    def _next_seed(self, groups: GroupsOrMicroBatches) -> int:
+        """The seed at this position in the stream, which goes on."""
+        seed = (_mix(self.seed, self.calls) + self._coordinate(groups) * _STRIDE) % _SEEDS
+        self.calls += 1
+        return seed
+
+    def _entered(self, seed: int) -> tuple[int | None, int]:
+        """The number in the recording, if there is one, and the seed of the region that begins: ``seed``, or that of
+        the recording which is replayed.
+        """
         if self._replay is not None:
             return next(self._replay)
-        seed = 0 if not draws else (_mix(self.seed, self.calls) + self._coordinate(groups) * _STRIDE) % _SEEDS
-        self.calls += draws
         if self._recording is None:
             return None, seed
         self._recording.append(seed)

@@ -18,7 +18,6 @@ from planner.formulation.constraints.labels import (
     Labels,
     LabelsOf,
     label_dims,
-    labelled_parts,
     makes_keys,
     normalizes,
     sharded_parts,
@@ -72,7 +71,7 @@ def filters(
 
     def labelled(node: Node, strategy: AxisStrategy, labels: Labels) -> bool:
         rule = rules[node.name]
-        return not sharded_parts(rule, strategy).isdisjoint(labelled_parts(node, rule, labels))
+        return not sharded_parts(rule, strategy).isdisjoint(labels.parts(node, rule))
 
     def has(node: Node, labels: Labels, size: int) -> bool:
         """Whether the operator can shard a labelled factor ``size`` ways."""
@@ -81,7 +80,7 @@ def filters(
             rule.sizes[factor] % (outer * size) == 0
             and factor not in rule.whole
             and (outer == 1 or rule.may_stride(factor))
-            for factor, outer in labelled_parts(node, rule, labels)
+            for factor, outer in labels.parts(node, rule)
         )
 
     def allow(node: Node, axis: int, strategy: AxisStrategy) -> bool:
@@ -106,7 +105,7 @@ def filters(
                     return may_be_whole or labelled(node, strategy, dims[label])
             return not strategy.factor
         holds = node.name in weighted
-        streams = labelled_parts(node, rules[node.name], dims["stream"]) if "stream" in dims and not holds else ()
+        streams = dims["stream"].parts(node, rules[node.name]) if "stream" in dims and not holds else ()
         if labelled(node, strategy, dims["batch"]) or any(strategy.factor == factor for factor, _ in streams):
             return False
         if labelled(node, strategy, dims["context"]):
@@ -134,7 +133,7 @@ def filters(
                 return False
         return True
 
-    return allow, allow_leaf
+    return allow, allow_leaf if pins.sizes else None
 
 
 def _may_store(role: Role, is_whole: bool, way: int | None) -> bool:

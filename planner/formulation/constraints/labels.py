@@ -7,7 +7,7 @@ work all over a model.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from planner.formulation.decisions import DecisionGraph
@@ -34,10 +34,18 @@ class Labels:
 
     places: Mapping[Ref, Collection[Place]]
     standing_for: Callable[[Ref], Ref]
+    _parts: dict[str, frozenset[tuple[str, int]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, ref: Ref) -> Collection[Place]:
         """The dims of a value."""
         return self.places.get(self.standing_for(ref), ())
+
+    def parts(self, node: Node, rule: Rule) -> frozenset[tuple[str, int]]:
+        """The (factor, strips) of an operator that run along labelled dims of its tensors."""
+        if node.name not in self._parts:
+            tensors = ((dims, self.of(ref)) for ref, dims in tensors_of(node, rule))
+            self._parts[node.name] = frozenset(_parts(rule, tensors))
+        return self._parts[node.name]
 
 
 LabelsOf = Callable[[str], Labels]
@@ -202,11 +210,6 @@ def _labelled_places(
         for tensor, (_, dims) in enumerate(tensors)
         if (place := find(dims, factor, rule.sizes))
     ]
-
-
-def labelled_parts(node: Node, rule: Rule, labels: Labels) -> set[tuple[str, int]]:
-    """The (factor, strips) of an operator that run along labelled dims of its tensors."""
-    return _parts(rule, ((dims, labels.of(ref)) for ref, dims in tensors_of(node, rule)))
 
 
 def sharded_parts(rule: Rule, strategy: AxisStrategy) -> set[tuple[str, int]]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from planner.analysis.prediction import calls_by_block, conversions, sorted_calls
 from planner.formulation.assignment import Assignment
-from planner.formulation.constraints.labels import LABELS, Labels, label_blocks, labelled_parts
+from planner.formulation.constraints.labels import LABELS, Labels, label_blocks
 from planner.formulation.decision_names import Section, fillings, pattern, variable_names
 from planner.formulation.resharding import Collective, local_bytes
 from planner.formulation.search_space import Space
@@ -166,13 +166,16 @@ def _meaning(
     space: Space, node: Node, strategy: AxisStrategy, labels: Mapping[str, Labels], reads: Mapping[Ref, Ref]
 ) -> str:
     """What an operator shards on one axis: ``batch``, ``sequence``, ``heads``, ``columns`` or ``rows`` of a
-    weight, ``vocabulary``, ``dim 2`` of the result; ``whole`` when every rank does all, ``terms`` of a sum.
+    weight, ``vocabulary``, ``dim 2`` of the result; ``whole`` when every rank does all, ``terms`` of a sum; the name of
+    the way where it has one, as ``dispatch``.
     """
     if not strategy.factor:
         return "terms" if strategy.kind == "partial" else "whole"
+    if strategy.way.name:
+        return strategy.way.name
     rule = space.rules[node.name]
     for word, dims in labels.items():
-        if (strategy.factor, strategy.outer) in labelled_parts(node, rule, dims):
+        if (strategy.factor, strategy.outer) in dims.parts(node, rule):
             return word
     place = next((at for dims in rule.results if (at := find(dims, strategy.factor, rule.sizes))), None)
     weighted = any(

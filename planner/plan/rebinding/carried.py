@@ -17,10 +17,11 @@ import numpy as np
 
 from planner.base.errors import PinError
 from planner.formulation.assignment import Assignment
+from planner.formulation.choices import choices_of
 from planner.formulation.node_options import AllowLeaf, NodeOptions
 from planner.formulation.remat.levels import Recompute
 from planner.formulation.search_space import Space
-from planner.formulation.strategies import Allow, Choice, Ways, axis_ways, choices_of
+from planner.formulation.strategies import Allow, Choice, Ways, axis_ways
 from planner.formulation.variables import Variable
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Layout, Mesh, format_layout
@@ -254,7 +255,7 @@ def _agreeing(ways: Ways, wanted: str, is_resized: bool) -> Ways:
 
 
 def _distinct(ways: Ways) -> Ways:
-    """The first of each that lays tensors out alike, as :func:`planner.formulation.strategies.choices_of` has them."""
+    """The first of each that lays tensors out alike, as :func:`planner.formulation.choices.choices_of` has them."""
     found: dict[object, tuple[AxisStrategy, tuple]] = {}  # type: ignore[type-arg]
     for strategy, types in ways:
         found.setdefault((types, strategy.inner), (strategy, types))

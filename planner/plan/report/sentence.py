@@ -28,6 +28,10 @@ WEIGHS = 0.02
 """Part of a step from which on it is said what it is lost to."""
 LOOKED_UP = ("vocabulary", "features", LABELS["table"].word)
 """Words for look-ups of which each rank of an axis has some rows, features or tables."""
+DISPATCHED = "dispatch"
+"""The word for experts that are shared together with the batch, whose tokens go to where they are."""
+SHARED = (DISPATCHED, LABELS["expert"].word)
+"""Words for mixtures of which each rank of an axis has some experts."""
 WHOLE = ("whole", "terms")
 """Words for operators of which an axis shards nothing, by themselves."""
 
@@ -65,12 +69,16 @@ def _stages(document: Document) -> Iterator[str]:
 
 def _axes(document: Document) -> Iterator[str]:
     """What the axes divide, from neighbours outwards: first what needs the fastest links."""
-    axes, work, tables = document.mesh.axes, _work(document), _tables(document)
-    whole = _stored_whole(document, tables)
+    axes, work = document.mesh.axes, _work(document)
+    tables, experts = _parted(document, LOOKED_UP), _parted(document, SHARED)
+    whole = _stored_whole(document, [{*one, *other} for one, other in zip(tables, experts, strict=True)])
     kinds = {at: _kind(axis, work[at]) for at, axis in enumerate(axes) if axis.size > 1 and axis.name != MICRO}
     is_sharded = any(kind == "data" and not whole[at] for at, kind in kinds.items())
     places: dict[tuple[str, str], list[str]] = {}
     for at, kind in reversed([*kinds.items()]):
+        if experts[at]:
+            called = "shards experts", " (expert parallel)"
+            places.setdefault(called, []).append(f"over {_place(document, axes, at)}")
         if kind == "data" and tables[at]:
             places.setdefault(("shards embedding tables", ""), []).append(f"over {_place(document, axes, at)}")
         if kind == "data" and not whole[at]:
@@ -106,27 +114,27 @@ def _kind(axis: Axis, work: Mapping[str, int]) -> str:
     if not work:
         name = axis.name.partition("_")[0]
         return {"replicate": "data"}.get(name, name)
-    shares = {"data": work.get("batch", 0), "context": work.get("sequence", 0)}
+    shares = {"data": work.get("batch", 0) + work.get(DISPATCHED, 0), "context": work.get("sequence", 0)}
     shares["tensor"] = sum(work.values()) - sum(shares.values()) - sum(work.get(word, 0) for word in WHOLE)
     kind = max(shares, key=lambda name: shares[name])
     return kind if shares[kind] else "idle"
 
 
-def _tables(document: Document) -> list[set[str]]:
-    """For every axis, the parameters of which its ranks look up different rows or features."""
+def _parted(document: Document, words: tuple[str, ...]) -> list[set[str]]:
+    """For every axis, the parameters of operators of which its ranks run different parts, as one of the words says."""
     found: list[set[str]] = [set() for _ in document.mesh.axes]
     for block in document.account.blocks:
         for op in block.ops.values():
             for names, word in zip(found, op.meaning, strict=True):
-                if word in LOOKED_UP:
+                if word in words:
                     names.update(op.parameters)
     return found
 
 
-def _stored_whole(document: Document, tables: list[set[str]]) -> list[bool]:
+def _stored_whole(document: Document, parted: list[set[str]]) -> list[bool]:
     """Whether most elements of parameters are stored whole on each axis; without details, most parameters.
 
-    Those of which the ranks of an axis look up different parts are not counted there.
+    Those of which the ranks of an axis run different parts are not counted there.
     """
     sharded, whole = ([0] * len(document.mesh.axes) for _ in range(2))
     for name, layout in document.parameters.items():
@@ -134,7 +142,7 @@ def _stored_whole(document: Document, tables: list[set[str]]) -> list[bool]:
         for size in () if leaf is None else (leaf.count, *leaf.shape):
             numel *= size
         for at, local_type in enumerate(layout.split()):
-            if name in tables[at]:
+            if name in parted[at]:
                 continue
             (sharded if local_type.startswith("S") else whole)[at] += numel
     return [mine >= theirs for mine, theirs in zip(whole, sharded, strict=True)]

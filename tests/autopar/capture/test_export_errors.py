@@ -250,4 +250,4 @@ def test_looped_experts_are_told_what_to_write(branch: bool) -> None:
 def test_what_has_no_experts_is_told_of_none() -> None:
     with pytest.raises(CaptureError) as told:
         capture(Stack(branches), example_kwargs={"x": X})
-    assert "experts" not in str(told.value)
+    assert "autopar.experts" not in str(told.value)

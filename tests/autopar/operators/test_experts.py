@@ -179,6 +179,13 @@ def test_an_index_is_of_the_group_of_its_prototype(index: int) -> None:
     ({"up_bias": torch.rand(EXPERTS, HIDDEN)}, r"up_bias has shape \(5, 6\); it is \(5, 12\)"),
     ({"activation": "swiglu"}, "no activation 'swiglu'; known: silu"),
     ({"gate": "left"}, "gate is 'left'"),
+    ({"alpha": 1.7}, "alpha is of 'swish' alone"),
+    ({"alpha": float("nan"), "activation": "swish"}, "alpha is nan"),
+    ({"limit": -1.0}, "limit is -1.0; it is a finite number, not below 0"),
+    ({"limit": "7"}, "limit is '7'"),
+    ({"offset": 1.0, "gate": "none", "up": torch.rand(EXPERTS, HIDDEN, WIDTH)}, "added to ups beside gates"),
+    ({"weights": torch.ones(TOKENS, K, dtype=torch.int64)}, "weights are of dtype torch.int64"),
+    ({"up": [torch.rand(12, WIDTH)] * EXPERTS}, "up is a list, and it is a tensor"),
 ])  # fmt: skip
 def test_bad_input(change: dict[str, object], message: str) -> None:
     names = ("x", "indices", "weights", "up", "down", "up_bias", "down_bias")

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS
 from planner.ir.graph import Node, TensorType
@@ -360,5 +362,47 @@ def test_what_experts_keep(form: tuple[Any, ...]) -> None:
     assert between is not None
     whole = between(node, types, sizes, WHOLE)
     assert whole.kept == sum(kept[memory] for memory in kept.keys() - own)
-    assert between(node, types, sizes, Share({"t": 2, "e": 2}, 1.0)).kept * 4 == whole.kept
+    assert between(node, types, sizes, Share({"t": 2, "e": 2})).kept * 4 == whole.kept
     assert result.requires_grad
+
+
+class Passing(TorchDispatchMode):
+    """Counts the bytes of numbers that kernels other than products read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        aliases = [each.alias_info for each in func._schema.returns if each.alias_info is not None]
+        is_view = any(not alias.is_write for alias in aliases)
+        if "mm" not in str(func) and "empty" not in str(func) and not is_view:
+            tensors = pytree.tree_leaves((args, kwargs, None if aliases else found))
+            self.bytes += sum(t.nbytes for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
+        return found
+
+
+@pytest.mark.parametrize("form", [
+    ("silu", "halves"), ("silu", "pairs"), ("gelu", "none"), ("silu", "halves", 1.0, 7.0),
+    ("swish", "pairs", 1.7, 7.0, 1.0, True),
+])  # fmt: skip
+def test_what_experts_pass_over_beside_products(form: tuple[Any, ...]) -> None:
+    """Of two choices a token, which is what a token's own reads and writes are counted at."""
+    tokens, h, f = 512, 48, 64
+    made = f if form[1] == "none" else 2 * f
+    up, down = ((4, h, made), (4, f, h)) if form[-1] is True else ((4, made, h), (4, h, f))
+    indices = torch.stack([torch.randperm(4)[:2] for _ in range(tokens)])
+    tensors = (randn(tokens, h), indices, randn(tokens, 2), randn(*up), randn(*down))
+    node, types, _ = facts(EXPERTS, *tensors, None, None, *form)
+    given = [t.requires_grad_(t.is_floating_point()) for t in tensors]
+    with Passing() as forward:
+        result = EXPERTS(*given, None, None, *form)
+    gradient = torch.randn_like(result)
+    with Passing() as backward:
+        result.backward(gradient)
+    between = OPS[node.op].between
+    assert between is not None
+    found = between(node, types, [tensor.size_bytes for tensor in types], WHOLE)
+    assert found.passed_forward == pytest.approx(forward.bytes, rel=0.01)
+    assert found.passed_backward == pytest.approx(backward.bytes, rel=0.01)

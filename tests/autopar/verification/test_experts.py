@@ -15,7 +15,7 @@ from autopar.verification.reference import Reference, reference
 from autopar.verification.typecheck import typecheck
 from autopar.verification.verify import decide_on, simulate
 from planner.analysis.memory import usage
-from planner.analysis.prediction import collectives
+from planner.analysis.prediction import conversions
 from planner.base.errors import InputError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
@@ -196,16 +196,32 @@ def test_volumes(ranks: int) -> None:
     gradients are reduced: ``9 E h f (P - 1) / P`` for three matrices of ``E`` experts each.
     """
     experts, k, tokens = 8, 3, 16
+    sends = {"all_gather": ranks - 1, "reduce_scatter": (ranks - 1) / ranks, "all_to_all": (ranks - 1) / ranks}
 
-    def sent(wanted: str, part: int, pins: dict[str, int]) -> float:
-        _, assignment = decided(Mixture(experts, k, choose=None), wanted, (ranks,), tokens * ranks, **pins)
-        share = {"all_gather": ranks - 1, "reduce_scatter": (ranks - 1) / ranks, "all_to_all": (ranks - 1) / ranks}
-        calls = collectives(assignment)
-        sizes = {"all_gather": part, "reduce_scatter": part * ranks, "all_to_all": part}
-        return sum(n * share[c.kind] * c.bytes_in / 8 for c, n in calls.items() if sizes.get(c.kind) == c.bytes_in / 8)
+    def sent(wanted: str) -> tuple[float, float]:
+        """Bytes that a rank sends inside of experts, and to reshard what they read and make but their parameters."""
+        _, assignment = decided(Mixture(experts, k, choose=None), wanted, (ranks,), tokens * ranks, data=ranks)
+        space, graph = assignment.space, assignment.space.graph
+        (node,) = (node for node in graph.operators if node.op == "autopar.experts.default")
+        inside = list(space.inner_calls(space.rules[node.name], assignment.choice(node), True))
+        beside = [
+            call
+            for each, times in conversions(assignment)
+            if node.name in (each.reader, each.ref.node) and graph.by_name[each.ref.node].op != "param"
+            for step in space.table(each.ref).route(each.source, each.target)
+            for call in step.collectives(graph.type_of(each.ref), space.mesh)
+            for _ in range(times)
+        ]
+        return (
+            sum(sends[call.kind] * size for _, call, size in inside),
+            sum(sends[call.kind] * call.bytes_in for call in beside),
+        )
 
-    assert sent("t.dispatch", k * tokens * WIDTH, {"data": ranks}) == 4 * k * tokens * WIDTH * (ranks - 1) / ranks
-    assert sent("e", tokens * WIDTH, {"data": ranks}) == 4 * (ranks - 1) * tokens * WIDTH
+    item = index = 8
+    dispatched = 4 * k * tokens * WIDTH * (ranks - 1) / ranks * item + experts * index * (ranks - 1) / ranks
+    assert sent("t.dispatch") == (dispatched, 0)
+    chosen = k * tokens * (ranks - 1) * (2 * item + index)  # weights and their gradients, and indices
+    assert sent("e") == (0, 4 * (ranks - 1) * tokens * WIDTH * item + chosen)
     model = Mixture(experts, k)
     plan = autopar.plan(
         model,
@@ -264,19 +280,33 @@ def test_grouped_products_of_transformers_are_verified_in_float64(name: str) -> 
     """As a configuration has it that says nothing of experts; their product of groups takes no float64."""
     model, batch = MODELS[name].build()
     model.config._experts_implementation = "grouped_mm"
-    found = autopar.verify(model, ClusterSpec.local(2), example_kwargs=batch, pin={"expert": 2})
+    plan = autopar.plan(model, ClusterSpec.local(2), example_kwargs=batch, pin={"expert": 2})
+    assert "Shards experts over all 2 processes (expert parallel)" in " ".join(str(plan).split())
+    found = autopar.verify(model, plan, example_kwargs=batch)
     assert found.verdict == "verified" and found.tolerance is not None and found.tolerance.dtypes == "float64"
     assert model.config._experts_implementation == "grouped_mm"
 
 
-@pytest.mark.parametrize("tokens, expected", [(20_000, "t.dispatch"), (40_000, "t")])
-def test_experts_are_gathered_where_there_are_many_tokens(tokens: int, expected: str) -> None:
-    """Above ``2.25 E f / k`` tokens a rank, 27,648 for a layer of Qwen3-30B-A3B, gathering experts moves less."""
+@pytest.mark.parametrize("free, tokens, expected", [
+    (True, 27_000, "t.dispatch"), (True, 28_000, "t"), (False, 14_000, "t.dispatch"), (False, 20_000, "t"),
+])  # fmt: skip
+def test_experts_are_gathered_where_there_are_many_tokens(free: bool, tokens: int, expected: str) -> None:
+    """Above ``2.25 E f / k`` tokens a rank, 27,648 for a layer of Qwen3-30B-A3B, gathering experts moves less. Where
+    memory is not ``free``, and gradients are reduced beside computing, it is fewer: dispatched rows are sorted anew.
+    """
+    cluster = ClusterSpec.preset("dgx-h100", nodes=1)
+    if free:
+        described = {**cluster.to_dict(), "overlap": 0.0}
+        described["device"]["memory_bandwidth_bytes_per_s"] = 1e18
+        for level in described["levels"]:
+            level["latency_s"] = 1e-9
+            level.pop("in_switch_bytes_per_s", None)
+        cluster = ClusterSpec.from_dict(described)
     with torch.device("meta"):
         model = Mixture(128, 8, width=2048, hidden=768).bfloat16()
         batch = {name: torch.empty(8 * tokens, 2048, dtype=torch.bfloat16) for name in ("x", "y")}
     pin = {"data": 8, "zero": 3, "pipeline": 1, "micro_batches": 1}
-    plan = autopar.plan(model, ClusterSpec.preset("dgx-h100", nodes=1), example_kwargs=batch, pin=pin)
+    plan = autopar.plan(model, cluster, example_kwargs=batch, pin=pin)
     (strategy,) = (way for block in plan.blocks for name, way in block.ops.items() if name.endswith("experts"))
     assert strategy == f"data:{expected}"
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from planner.formulation.choices import choices_of
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.strategies import axis_ways, choices_of, leaf_layouts, rule_of, rules_of
+from planner.formulation.strategies import axis_ways, leaf_layouts, rule_of, rules_of
 from planner.ir.folding import fold_off
 from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import I, Mesh, P, R, Shard

@@ -21,8 +21,8 @@ def test_the_loss_stays_and_gradients_add_up() -> None:
     before.backward()
     shared = {name: parameter.grad for name, parameter in model.named_parameters() if "norm" not in name}
     names = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    model.zero_grad(set_to_none=True)
     assert autopar.delink(model) is model
+    assert all(parameter.grad is None for parameter in model.parameters())
     after = model(**batch)
     after.backward()
     assert after.item() == before.item()
@@ -50,6 +50,14 @@ def test_tied_embeddings_stay_tied() -> None:
     autopar.delink(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.model.layers[1].mlp.up_proj.weight is not model.model.layers[0].mlp.up_proj.weight
+
+
+def test_tables_of_encoder_and_decoder_stay_tied() -> None:
+    model = MODELS["t5"].build()[0]
+    model.encoder.block[1] = model.encoder.block[0]
+    autopar.delink(model)
+    assert model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight is model.shared.weight
+    assert model.encoder.block[1] is not model.encoder.block[0]
 
 
 def test_a_model_that_shares_nothing_says_so() -> None:
