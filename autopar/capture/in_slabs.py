@@ -21,11 +21,9 @@ from autopar.graph.slabs import SlabPart, Slabs
 from autopar.operators.embedding_slabs import checked_ids, embedding_slabs
 from planner.base.errors import PlanError
 from planner.tables.lookups import TableLookup
-from planner.tables.tables_plan import SLABS, TablePlan
+from planner.tables.tables_plan import SLABS, SLABS_NAME, TablePlan
 
 aten = torch.ops.aten
-NAME = "embedding_slabs"
-"""Parameters of slabs are called so, with what has one each, and their features behind."""
 
 
 def in_slabs(
@@ -91,7 +89,8 @@ class _Grouping:
         bags: dict[str, fx.Node] = {}
         slabs = []
         for (each, count, features, trains), parts in self._groups(counts, columns).items():
-            made, found = self._look_up(ids, f"{NAME}_{each}s_{features}", count, features, trains, parts, multiple)
+            name = f"{SLABS_NAME}_{each}s_{features}"
+            made, found = self._look_up(ids, name, count, features, trains, parts, multiple)
             slabs.append(made)
             bags |= found
         for name, lookup in self.placed.items():
@@ -207,7 +206,7 @@ class _Grouping:
         values = fx.node.map_arg(args, lambda n: _on_meta(n.meta["val"]))
         with torch.no_grad():
             made = op(*values)
-        node.meta = {"val": made, "nn_module_stack": {NAME: (NAME, "EmbeddingSlabs")}}
+        node.meta = {"val": made, "nn_module_stack": {SLABS_NAME: (SLABS_NAME, "EmbeddingSlabs")}}
         return node
 
 

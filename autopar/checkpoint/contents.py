@@ -84,12 +84,18 @@ class ModuleContents:
         parts: of parameters and buffers that its state dict has, by first name.
         aliases: other names of them.
         parameters: id of a parameter -> its first name.
+        slabs: name of a parameter -> the tables in it, whose names it is saved under.
     """
 
     module: nn.Module
     parts: dict[str, Part]
     aliases: dict[str, str]
     parameters: dict[int, str]
+    slabs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def saved_as(self, name: str) -> tuple[str, ...]:
+        """The names that a parameter is saved under."""
+        return self.slabs.get(name, (name,))
 
     @staticmethod
     def of(module: nn.Module, ranks: Ranks) -> ModuleContents:
@@ -106,8 +112,13 @@ class ModuleContents:
                 for name, leaf in module.stored.items()
                 if name in own
             }
+            for slabs in module.slabs:
+                if slabs.name in parts:
+                    parts |= parts.pop(slabs.name).tables(slabs)
+            slabs_of = {slabs.name: tuple(slabs.tables) for slabs in module.slabs}
             aliases = {name: first for name, first in module.names.items() if name != first and first in parts}
-            return ModuleContents(module, parts, {n: first for n, first in aliases.items() if n in own}, parameters)
+            aliases = {name: first for name, first in aliases.items() if name in own}
+            return ModuleContents(module, parts, aliases, parameters, slabs_of)
         parts, aliases = {}, {}
         names: dict[int, str] = {}
         for name, tensor in own.items():
@@ -186,7 +197,7 @@ class OptimizerContents:
         return [
             (
                 {key: value for key, value in group.items() if key not in ("params", "param_names")},
-                [self.named[number][0] for number in group["params"]],
+                [each for number in group["params"] for each in self.held.saved_as(self.named[number][0])],
             )
             for group in self.state["param_groups"]
         ]
@@ -199,7 +210,8 @@ class OptimizerContents:
         """
         parts: dict[str, Part] = {}
         index: dict[str, dict[str, Any]] = {}
-        for number, (name, _) in self.named.items():
+        saved = ((number, each) for number, (name, _) in self.named.items() for each in self.held.saved_as(name))
+        for number, name in saved:
             index[name] = {}
             for key, value in self.state["state"].get(number, {}).items():
                 if isinstance(value, Tensor):
@@ -231,13 +243,13 @@ class OptimizerContents:
     def destination(self, number: int, key: str, how: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Where a saved tensor of a parameter's state goes: what the optimizer has there, or new memory like it."""
         name, parameter = self.named[number]
-        of_parameter = self.held.parts[name]
+        of_parameter = self.held.parts[self.held.saved_as(name)[0]]
         shape = tuple(of_parameter.local.shape) if how == LIKE else size
         there = self.state["state"].get(number, {}).get(key)
         if isinstance(there, Tensor) and tuple(_local(there).shape) == shape and there.dtype == dtype:
             return there
         device = of_parameter.local.device if how == LIKE else torch.device("cpu")
-        made = torch.empty(shape, dtype=dtype, device=device)
+        made = torch.zeros(shape, dtype=dtype, device=device)  # of slabs some rows are no table's
         if how == LIKE and isinstance(parameter, DTensor):
             mesh, placed = parameter.device_mesh, parameter.placements
             return as_dtensor(made, mesh, placed, parameter.shape, parameter.stride())

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.checkpoint.contents import MODEL, OPTIM, Index, ModuleContents, OptimizerContents, same
 from autopar.checkpoint.files import Stored
-from autopar.checkpoint.parts import Part, boxes
+from autopar.checkpoint.parts import Part
 from autopar.checkpoint.save import idle
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pipeline.executor import PipelineStep
@@ -122,7 +122,8 @@ class _Load:
         names = {name.removeprefix(MODEL) for name in self.wanted if name.startswith(MODEL)} | self.held.aliases.keys()
         if self.state is None:
             return names, set()
-        return names, {self.index.first(name) for name, _ in self.state.named.values()}
+        saved = (each for name, _ in self.state.named.values() for each in self.held.saved_as(name))
+        return names, set(map(self.index.first, saved))
 
     def check_all_taken(self, theirs: list[tuple[set[str], set[str]]]) -> None:
         """Raises :class:`CheckpointError` where the checkpoint has more than all ranks take."""
@@ -144,7 +145,7 @@ class _Load:
 
     def read(self) -> None:
         """Fill the parameters, the buffers, and the new state of the optimizer."""
-        self.stored.read({name: (boxes(part.rows), part.local) for name, part in self.wanted.items()})
+        self.stored.read({name: (part.boxes, part.local) for name, part in self.wanted.items()})
 
     def finish(self, extra: Mapping[str, Any]) -> None:
         """Take over all that is no tensor."""
@@ -199,7 +200,8 @@ def _state(stored: Stored, index: Index, state: OptimizerContents) -> tuple[dict
     values: dict[int, dict[str, Any]] = {}
     wanted: dict[str, Part] = {}
     tensors = stored.tensors
-    for number, (name, _) in state.named.items():
+    every = ((number, each) for number, (own, _) in state.named.items() for each in state.held.saved_as(own))
+    for number, name in every:
         saved = index.first(name)
         if saved not in index.state:
             raise CheckpointError(
@@ -210,15 +212,17 @@ def _state(stored: Stored, index: Index, state: OptimizerContents) -> tuple[dict
                 values.setdefault(number, {})[key] = how[1]
                 continue
             place = f"{OPTIM}{saved}.{key}"
-            value = state.destination(number, key, how, tuple(tensors[place].size), tensors[place].properties.dtype)
-            values.setdefault(number, {})[key] = value
+            value = values.setdefault(number, {}).get(key)  # of tables that lie in slabs it is one for all of them
+            if value is None:
+                size, dtype = tuple(tensors[place].size), tensors[place].properties.dtype
+                value = values[number][key] = state.destination(number, key, how, size, dtype)
             wanted[place] = state.part(name, how, value)
     return values, wanted
 
 
 def _group(number: int, group: Mapping[str, Any], index: Index, state: OptimizerContents) -> dict[str, Any]:
     """A group of the optimizer with the options that its parameters were saved with."""
-    names = {index.first(state.named[n][0]) for n in group["params"]}
+    names = {index.first(each) for n in group["params"] for each in state.held.saved_as(state.named[n][0])}
     saved = [options for options, members in index.groups if names & set(members)]
     if not names and number < len(index.groups):
         saved = [index.groups[number][0]]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from autopar.graph.rows import Rows
+from autopar.graph.slabs import Slabs
 from autopar.runtime.spmd.mesh import coordinates, rows_of
 from planner.ir.layout import Layout, Mesh, Shard
 
@@ -31,6 +32,7 @@ class Part:
         shape: of the whole tensor.
         rows: where ``local`` lies in it.
         copy, copies: so many ranks hold the same; this is one of them.
+        own: the boxes, where ``rows`` are not of the tensor itself.
     """
 
     local: Tensor
@@ -38,6 +40,24 @@ class Part:
     rows: Rows
     copy: int = 0
     copies: int = 1
+    own: tuple[Box, ...] | None = None
+
+    @property
+    def boxes(self) -> list[Box]:
+        """What it consists of."""
+        return boxes(self.rows) if self.own is None else [*self.own]
+
+    def tables(self, slabs: Slabs) -> dict[str, Part]:
+        """Of slabs the tables in them; ``local`` stays that of the slabs."""
+        found: dict[str, list[Box]] = {name: [] for name in slabs.tables}
+        for part, box in itertools.product(slabs.parts, boxes(self.rows)):
+            (slab, top, column), (count, rows, columns), (at, row, feature) = box.offsets, box.sizes, box.within
+            first, last = max(top, part.top), min(top + rows, part.top + part.rows)
+            if slab <= part.slab < slab + count and first < last:
+                offsets, within = (first - part.top, part.column + column), (row + first - top, feature)
+                inside = (at + part.slab - slab,)
+                found[part.table].append(Box(offsets, (last - first, columns), within, inside))
+        return {name: replace(self, shape=slabs.tables[name], own=tuple(own)) for name, own in found.items()}
 
     @staticmethod
     def whole(local: Tensor, copy: int = 0, copies: int = 1) -> Part:
@@ -56,14 +76,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a tensor: where it begins in the whole, its sizes, and where it begins in a rank's part."""
+    """A box of a tensor: where it begins in the whole, its sizes, and where it begins in a rank's part.
+
+    ``inside``: the part is what has these indices in the leading dims of a larger one.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     within: tuple[int, ...]
+    inside: tuple[int, ...] = ()
 
     def of(self, local: Tensor) -> Tensor:
         """The box as a view of a rank's part."""
+        for index in self.inside:
+            local = local[index]
         for dim, (start, size) in enumerate(zip(self.within, self.sizes, strict=True)):
             local = local.narrow(dim, start, size)
         return local
@@ -81,6 +107,7 @@ class Box:
                 _plus(self.offsets, dim, start),
                 (*self.sizes[:dim], size, *self.sizes[dim + 1 :]),
                 _plus(self.within, dim, start),
+                self.inside,
             ).cut(most)
 
 
@@ -117,7 +144,7 @@ def pieces(parts: Mapping[str, Part], piece_bytes: int = PIECE_BYTES) -> Iterato
     ordered = sorted(parts.items(), key=lambda item: (-math.prod(item[1].shape), item[0]))
     for number, (name, part) in enumerate(ordered):
         most = max(1, piece_bytes // part.local.element_size())
-        cut = itertools.chain.from_iterable(box.cut(most) for box in boxes(part.rows))
+        cut = itertools.chain.from_iterable(box.cut(most) for box in part.boxes)
         for place, box in enumerate(cut, start=number):
             if place % part.copies == part.copy:
                 yield name, box, box.of(part.local)

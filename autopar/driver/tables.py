@@ -98,6 +98,6 @@ def _placed(traced: Traced, cluster: ClusterSpec, pins: Pins, training: Training
     try:
         return plan_tables(found, cluster, state, cluster.device.usable_bytes - kept, {**pins.tables, **held})
     except InfeasibleError:
-        if pins.tables:
+        if pins.tables or held:
             raise
         return None

@@ -1,1 +1,1 @@
-"""Embedding tables as modules that a model looks up in: placed on ranks, or with their hot rows on the device."""
+"""Embedding tables at home on the host or on disk, with their hot rows on the device; a module that trains its rows."""

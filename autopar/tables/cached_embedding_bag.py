@@ -99,12 +99,24 @@ class CachedEmbeddingBag(nn.Module):
         if unknown := options.keys() - self._optimizer.defaults.keys():
             known = ", ".join(self._optimizer.defaults)
             raise InputError(f"{optimizer} has no option {min(unknown)!r}; it has: {known}")
+        lr = options.get("lr", 0.0)
+        if isinstance(lr, bool) or not isinstance(lr, int | float) or not lr >= 0:
+            raise InputError(f"lr of table {table.name!r} is {lr!r}; give a number from 0")
         if mode not in ("sum", "mean", "max"):
             raise InputError(f"mode is 'sum', 'mean' or 'max', not {mode!r}")
         if not 0 < capacity <= table.rows:
             raise InputError(
                 f"table {table.name!r} has {table.rows} rows, of which a device holds 1 to {table.rows}, not {capacity}"
             )
+        try:
+            device = torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError) as error:
+            raise InputError(
+                f"device of table {table.name!r} is {str(device)!r}, and holds no tensors here ({str(error)[:80]}): "
+                "give 'cpu', 'cuda' or the like"
+            ) from error
+        if path is not None and not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
+            raise InputError(f"there is no folder {folder!r} for the file of table {table.name!r}: make it first")
         if path is not None and os.path.exists(path):
             raise InputError(
                 f"there is a file {os.fspath(path)!r}, which the home of table {table.name!r} would write over: give "
@@ -137,6 +149,12 @@ class CachedEmbeddingBag(nn.Module):
         self._fetching: _Fetching | None = None
         self.reset_parameters()
 
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        table, name = self.table, next(n for n, each in ROW_OPTIMIZERS.items() if each is self._optimizer)
+        cached = f"{self.capacity:,} of {table.rows:,} rows cached on {self._cache.device}"
+        return f"{table.name!r}, {cached}, features={table.features}, mode={self.mode!r}, optimizer={name!r}"
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """As ``nn.EmbeddingBag`` does, with a new optimizer state."""
@@ -148,7 +166,12 @@ class CachedEmbeddingBag(nn.Module):
 
     @torch.no_grad()
     def load_weight(self, weight: Tensor) -> None:
-        """Take over the weights ``[rows, features]`` of a table, with a new optimizer state."""
+        """Take over the weights ``[rows, features]`` of a table, with a new optimizer state.
+
+        Raises:
+            InputError: they have another shape or dtype.
+        """
+        self._check_like(weight, self._home[:, self._columns[0]], "weights")
         self._home[:, self._columns[0]] = weight
         self._home[:, self._columns[0].stop :] = 0
         self._begin()
@@ -177,9 +200,21 @@ class CachedEmbeddingBag(nn.Module):
 
     @torch.no_grad()
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`get_extra_state` gave, of a table of this size and optimizer."""
+        """Take over what :meth:`get_extra_state` gave, of a table of this size, dtype and optimizer.
+
+        Raises:
+            InputError: it is of another.
+        """
+        self._check_like(state["rows"], self._home, "weights with the optimizer's state")
         self._home.copy_(state["rows"])
         self._begin(state["steps"])
+
+    def _check_like(self, given: Tensor, own: Tensor, what: str) -> None:
+        if given.shape != own.shape or given.dtype != own.dtype:
+            raise InputError(
+                f"table {self.table.name!r} takes {what} of shape {list(own.shape)} in {own.dtype}, not "
+                f"{list(given.shape)} in {given.dtype}: make the table with their sizes, dtype and optimizer"
+            )
 
     def predict(self, batch: int) -> CachePrediction:
         """What batches of so many samples are expected to move, by the histogram."""
@@ -244,8 +279,10 @@ class CachedEmbeddingBag(nn.Module):
                 "outside of the model, and give it the bags as inputs"
             )
         name, pooling = self.table.name, self.table.pooling
-        if ids.dim() != 2 or ids.shape[1] != pooling:
-            raise InputError(f"table {name!r} takes ids [batch, {pooling}], not {list(ids.shape)}")
+        if ids.dim() != 2 or ids.shape[1] != pooling or ids.dtype not in (torch.int64, torch.int32):
+            raise InputError(
+                f"table {name!r} takes ids [batch, {pooling}] of whole numbers, not {list(ids.shape)} in {ids.dtype}"
+            )
         checked = checked_ids(ids.cpu(), [name], [self.table.rows], [pooling])
         rows, inverse = torch.unique(checked, return_inverse=True)
         return rows, inverse

@@ -84,8 +84,8 @@ def _saves(node: Node, operands: Operands) -> tuple[str, ...]:
 
 
 ROWS: dict[str, Row] = {
-    **rows("embedding", Row(embedding, saves=("in1",), kernel="embedding", looks_up="rows")),
-    "autopar.embedding_bag.default": Row(embedding_bag, saves=_saves, kernel="embedding", looks_up="rows"),
+    **rows("embedding", Row(embedding, saves=("in1",), kernel="embedding", looks_up="rows", bags="ids")),
+    "autopar.embedding_bag.default": Row(embedding_bag, saves=_saves, kernel="embedding", looks_up="rows", bags="rows"),
     "autopar.embedding_slabs.default": Row(
         embedding_slabs, saves=("in1", "in2"), kernel="embedding", looks_up="rows", labels={"table": "slab"}
     ),

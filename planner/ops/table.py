@@ -130,6 +130,7 @@ class Row:
             (``other``), or a stream of bytes of some family.
         normalizes: a norm of every token, or the mean that one is written with: sequence parallelism shards it along
             the sequence.
+        bags: a look-up by itself, of which each id, or each row of ids, is a bag, so that its table may be placed.
         looks_up: the argument ``indices`` picks ``rows`` of a table, or is a tuple with a tensor for each of the
             ``dims`` that it indexes.
         numbers: what the numbers in the result are: ``counted`` from ``start`` to ``end``; all those of the operand
@@ -155,6 +156,7 @@ class Row:
     kernel: Literal["linear", "matmul", "attention", "other"] | Family = "multiply"
     normalizes: bool = False
     looks_up: Literal["", "rows", "dims"] = ""
+    bags: Literal["", "ids", "rows"] = ""
     numbers: Literal["", "counted", "kept", "added"] = ""
     resize: Resize = ""
     between: BetweenOf | None = None

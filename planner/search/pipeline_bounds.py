@@ -115,7 +115,7 @@ class PipelineBounds:
             least_s: what plans with each of the kept choices take at least.
         """
         dropped = [each >= enough_s for each in least_s]
-        if any(each.any() for each in dropped):
+        if self.costs.kept is not None and any(each.any() for each in dropped):
             self.costs, self._tree = self.costs.without(dropped), None
 
     def _narrow_freely(self, enough_s: float) -> None:

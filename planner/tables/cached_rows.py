@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.base.errors import InputError
-from planner.tables.embedding_table import EmbeddingTable
+from planner.tables.embedding_table import EmbeddingTable, check_whole
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,24 @@ def predict_cache(table: EmbeddingTable, capacity: int, batch: int, optimizer_st
         optimizer_state: numbers that move with each weight.
 
     Raises:
-        InputError: a batch is expected to look up more distinct rows than there is room for.
+        InputError: a number is none, or a batch is expected to look up more distinct rows than there is room for.
     """
+    check_whole("batch", batch, 1)
+    check_whole("capacity", capacity, 1)
     lookups = table.lookups(batch)
+    needed = np.sort(table.frequencies())[::-1]  # in place from here: a large table has hundreds of millions
+    np.negative(np.minimum(1, needed, out=needed), out=needed)
     with np.errstate(divide="ignore"):  # a row that is always looked up
-        needed = -np.expm1(lookups * np.log1p(-np.minimum(1, np.sort(table.frequencies())[::-1])))
+        np.log1p(needed, out=needed)
+    np.negative(np.expm1(np.multiply(needed, lookups, out=needed), out=needed), out=needed)
     unique = float(needed.sum())
     if unique > capacity:
         raise InputError(
             f"a batch of {batch} samples looks up {unique:,.0f} distinct rows of table {table.name!r} on average, and "
             f"its cache holds {capacity:,}: give it more rows, or take smaller batches"
         )
-    others = np.append(np.cumsum(needed[::-1])[::-1], 0.0)
-    fits = np.arange(table.rows + 1) + others <= capacity + 1e-9
-    staying = int(np.flatnonzero(fits)[-1])
+    stay = np.append(0.0, np.cumsum(1 - needed))  # the more stay, the more are there
+    staying = int(np.searchsorted(stay, capacity - unique + 1e-9, side="right")) - 1
     rest = needed[staying:]
     missing = float((rest * (1 - rest)).sum())
     row_bytes = table.features * table.item_bytes * (1 + optimizer_state)

@@ -11,6 +11,12 @@ from numpy.typing import NDArray
 from planner.base.errors import InputError
 
 
+def check_whole(what: str, value: object, least: int) -> None:
+    """Raises :class:`InputError` unless a value is a whole number that is large enough."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise InputError(f"{what} is {value!r}; give a whole number from {least}")
+
+
 @dataclass(frozen=True)
 class EmbeddingTable:
     """One table.
@@ -33,12 +39,18 @@ class EmbeddingTable:
     histogram: Sequence[float] | NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise InputError(f"an embedding table is called {self.name!r}: give it a name, which is text")
         for what in ("rows", "features", "pooling", "item_bytes", "bags"):
-            if getattr(self, what) < 1:
-                raise InputError(f"table {self.name!r} has {what} {getattr(self, what)}: give at least 1")
+            check_whole(f"{what} of table {self.name!r}", getattr(self, what), 1)
         if self.histogram is None:
             return
-        counts = np.asarray(self.histogram, dtype=np.float64)
+        try:
+            counts = np.asarray(self.histogram, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise InputError(
+                f"the histogram of table {self.name!r} holds no numbers: give a count for each row"
+            ) from None
         if counts.shape != (self.rows,):
             raise InputError(
                 f"the histogram of table {self.name!r} has shape {counts.shape} and the table {self.rows} rows: give "

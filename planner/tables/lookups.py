@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from planner.ir.graph import Graph, Node
+from planner.ops import OPS
 from planner.ops.embedding import MEAN, SUM
 from planner.tables.embedding_table import EmbeddingTable
 
@@ -35,7 +36,7 @@ def lookups(graph: Graph) -> tuple[TableLookup, ...]:
     with the most ids; look-ups that skip padding, weigh ids or take maxima are decided as any other operator.
     """
     found: dict[int, list[TableLookup]] = defaultdict(list)
-    for node in graph.applying("aten.embedding.default", "autopar.embedding_bag.default"):
+    for node in graph.applying(*(op for op, row in OPS.items() if row.bags)):
         if (lookup := _lookup(graph, node)) is not None:
             found[lookup.batch].append(lookup)
     return tuple(max(found.values(), key=lambda each: sum(x.table.lookups(x.batch) for x in each), default=[]))
@@ -44,12 +45,9 @@ def lookups(graph: Graph) -> tuple[TableLookup, ...]:
 def _lookup(graph: Graph, node: Node) -> TableLookup | None:
     weight, ids = node.inputs[:2]
     leaf, (shape, dtype) = graph.by_name[weight.node], (graph.type_of(ids).shape, graph.type_of(ids).dtype)
-    is_bag = node.op == "autopar.embedding_bag.default"
-    if is_bag:
-        is_plain = node["mode"] in (SUM, MEAN) and node["starts"] is None and node["per_sample_weights"] is None
-    else:
-        is_plain = not node["sparse"]
-    is_plain = is_plain and node["padding_idx"] == -1 and not node["scale_grad_by_freq"]
+    is_bag = OPS[node.op].bags == "rows"
+    is_whole = node["padding_idx"] == -1 and node["starts"] is None and node["per_sample_weights"] is None
+    is_plain = is_whole and node["mode"] in (None, SUM, MEAN) and not node["sparse"] and not node["scale_grad_by_freq"]
     is_alone = leaf.op == "param" and len(graph.users[weight]) == 1
     if (
         not (is_plain and is_alone)

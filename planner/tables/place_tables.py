@@ -14,7 +14,7 @@ from planner.base.errors import InfeasibleError, InputError
 from planner.base.formatting import in_bytes
 from planner.cost.cluster import ClusterSpec
 from planner.tables.average_rank import average_rank
-from planner.tables.embedding_table import EmbeddingTable
+from planner.tables.embedding_table import EmbeddingTable, check_whole
 from planner.tables.largest_first import improve, largest_first
 from planner.tables.placement import Options, PlacedTable, Placement, slowest_s, sums
 from planner.tables.sharding_options import KINDS, Kind, TableStep, sharding_options
@@ -33,7 +33,7 @@ def place_tables(
     *,
     batch: int,
     optimizer_state: int = 2,
-    kinds: Sequence[Kind] = KINDS,
+    kinds: Sequence[Kind] | Kind = KINDS,
     memory_bytes: int | None = None,
     time_limit_s: float = 10.0,
 ) -> Placement:
@@ -47,9 +47,10 @@ def place_tables(
         time_limit_s: of the solver's work, about; then the best placement so far is returned with its gap.
 
     Raises:
-        InputError: two tables have one name, or the kinds leave a table nothing.
+        InputError: two tables have one name, the kinds leave a table nothing, or an argument is of no use.
         InfeasibleError: they do not fit; says how many bytes they take, and what there is.
     """
+    tables, kinds = _checked(tables, cluster, batch, optimizer_state, kinds)
     if twice := [name for name, count in Counter(table.name for table in tables).items() if count > 1]:
         raise InputError(f"two embedding tables are called {twice[0]!r}: give each a name of its own")
     limit = cluster.device.usable_bytes if memory_bytes is None else memory_bytes
@@ -58,9 +59,28 @@ def place_tables(
     if none := [name for name, each in options.items() if not each]:
         raise InputError(
             f"table {none[0]!r} cannot be sharded by {' or '.join(kinds)} on {cluster.name!r}: columns must divide, "
-            f"and 'table-row' and 'table-column' take several nodes; there are: {', '.join(KINDS)}"
+            f"and 'table-row' and 'table-column' take several nodes; kinds are: {', '.join(KINDS)}"
         )
     return place(options, cluster.world_size, limit, time_limit_s=time_limit_s)
+
+
+def _checked(
+    tables: object, cluster: object, batch: object, optimizer_state: object, kinds: Sequence[Kind] | Kind
+) -> tuple[Sequence[EmbeddingTable], tuple[Kind, ...]]:
+    """The tables and kinds that are given, if all arguments are of use."""
+    found = [*tables] if isinstance(tables, Sequence) else []
+    if not found or not all(isinstance(table, EmbeddingTable) for table in found):
+        raise InputError(f"tables is {tables!r}; give a list of autopar.EmbeddingTable, one at least")
+    if not isinstance(cluster, ClusterSpec):
+        raise InputError(f"cluster is {cluster!r}; give a ClusterSpec, such as ClusterSpec.local(4)")
+    check_whole("batch", batch, 1)
+    check_whole("optimizer_state", optimizer_state, 0)
+    each: tuple[Kind, ...] = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    unknown = [kind for kind in each if kind not in KINDS]
+    if unknown or not each:
+        what = f"has no {unknown[0]!r}" if unknown else "is empty"
+        raise InputError(f"kinds {what}; there are: {', '.join(KINDS)}")
+    return found, each
 
 
 def place(

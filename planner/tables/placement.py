@@ -83,7 +83,13 @@ class Placement:
         width = max(len(table.name) for table in self.tables)
         for table in self.tables:
             where = " ".join(",".join(map(str, part)) if len(part) < self.ranks else "all" for part in table.ranks)
-            lines.append(f"  {table.name:{width}}  {table.kind:12}  {where}")
+            each = f", 1/{table.option.parts} of the features each" if table.kind == "column" else ""
+            takes = f"{in_seconds(table.option.seconds)} and {in_bytes(table.option.bytes)} there"
+            lines.append(f"  {table.name:{width}}  {table.kind:12}  {where}{each}: {takes}")
+        lines += [
+            f"  rank {rank}: {in_seconds(seconds)}, {in_bytes(size)}"
+            for rank, (seconds, size) in enumerate(zip(self.seconds, self.bytes, strict=True))
+        ]
         return "\n".join(lines)
 
 

@@ -29,6 +29,8 @@ SLABS: Mapping[Kind, Literal["rank", "node"]] = {
     "table-column": "node",
 }
 """The dimensions in which a table lies in slabs, and what has a slab each; others need none."""
+SLABS_NAME = "embedding_slabs"
+"""Parameters of slabs are called so, with what has one each, and their features behind."""
 NO_SLAB = "none"
 """In pins, that a table lies in no slab."""
 

@@ -89,7 +89,8 @@ def _axes(document: Document) -> Iterator[str]:
         if kind == "data" and not whole[at]:
             what = "shards parameters", f" ({_fsdp(document)})"
         elif kind == "data":
-            what = ("copies", "") if is_sharded else ("copies the model", " (data parallel)")
+            rest = "copies the rest of the model" if tables[at] else "copies the model"
+            what = ("copies", "") if is_sharded else (rest, " (data parallel)")
         elif kind == "tensor":
             what = "splits weights", f" (tensor parallel{', sequence parallel' * (work[at]['sequence'] > 0)})"
         elif kind == "context":

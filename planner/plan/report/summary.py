@@ -19,6 +19,7 @@ from planner.plan.document.detail import BlockDetail, Move, OpDetail
 from planner.plan.document.document import BlockPlan, Document
 from planner.search.parallel_config import mesh_text
 from planner.solve.pipeline.schedule import versions
+from planner.tables.tables_plan import SLABS_NAME, TablesPlan
 
 CHANGES = 8
 """So many changes of a rebound plan are listed."""
@@ -341,3 +342,9 @@ def micro_batched(document: Document) -> str:
     for level in (level for level in GATHERED_AGAIN if level in counts):
         parts.append(f"of {pipeline.bounds[-1]} blocks {GATHERED_AGAIN[level]}: {counts[level]}")
     return "; ".join(parts)
+
+
+def placed(tables: TablesPlan, document: Document) -> str:
+    """Where embedding tables lie, and how the slabs are stored: only along dim 0 each on the ranks it was placed on."""
+    slabs = [f"{name} {layout}" for name, layout in document.parameters.items() if name.startswith(SLABS_NAME)]
+    return f"{tables}; stored {', '.join(slabs)}" if slabs else str(tables)

@@ -141,6 +141,25 @@ def trains_as_the_original(document: Mapping[str, Any]) -> float:
     return expected.item()
 
 
+def goes_on_elsewhere(documents: Sequence[Mapping[str, Any]], folder: str) -> None:
+    """A step of Adam under each plan, from the checkpoint of the one before, is as many steps of the original."""
+    original, cluster, example = model(), nodes_of_two(), batch()
+    theirs = torch.optim.Adam(original.parameters(), lr=0.1)
+    for step, document in enumerate(documents):
+        pmodel = autopar.parallelize(model(), cluster, plan=Plan.from_dict(document), example_kwargs=example)
+        ours = pmodel.optimizer(torch.optim.Adam, lr=0.1)
+        if step:
+            autopar.load_checkpoint(f"{folder}/{step - 1}", pmodel, ours)
+        for module, optimizer in ((pmodel, ours), (original, theirs)):
+            each = pmodel.shard(batch(step)) if module is pmodel else batch(step)
+            module(**each).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, value in pmodel.full_state_dict().items():
+            same(value, original.state_dict()[name], f"{name} after step {step}")
+        autopar.save_checkpoint(f"{folder}/{step}", pmodel, ours)
+
+
 def looks_up_what_is_not_there(document: Mapping[str, Any]) -> None:
     pmodel = autopar.parallelize(model(), nodes_of_two(), plan=Plan.from_dict(document), example_kwargs=batch())
     ids = batch()

@@ -222,12 +222,28 @@ def test_what_a_cache_refuses() -> None:
         wrong[3, 1] = value
         with pytest.raises(InputError, match=rf"sample 3 looks up id {value} in table 'items', which has 2000 rows"):
             ours(wrong)
-    with pytest.raises(InputError, match=r"takes ids \[batch, 5\]"):
-        ours(ids[0][:, :3])
+    for shaped in (ids[0][:, :3], ids[0].float()):
+        with pytest.raises(InputError, match=r"takes ids \[batch, 5\]"):
+            ours(shaped)
+    for weight in (ours.weight.double(), ours.weight[0], ours.weight[:3]):
+        with pytest.raises(InputError, match=r"'items' takes weights of shape \[2000, 8\] in torch.float32, not"):
+            ours.load_weight(weight)
+    other = CachedEmbeddingBag(table(), 40, optimizer="adam").state_dict()
+    with pytest.raises(InputError, match=r"takes weights with the optimizer's state of shape \[2000, 16\]"):
+        ours.load_state_dict(other)
     with pytest.raises(InputError, match="no optimizer 'lamb' of rows; there are: sgd, adagrad, rowwise_adagrad, adam"):
         CachedEmbeddingBag(table(), 40, optimizer="lamb")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="sgd has no option 'betas'; it has: lr"):
         CachedEmbeddingBag(table(), 40, optimizer="sgd", betas=(0, 0))
+    with pytest.raises(InputError, match="lr of table 'items' is -1; give a number from 0"):
+        CachedEmbeddingBag(table(), 40, lr=-1)
+    with pytest.raises(InputError, match="device of table 'items' is 'gpu', and holds no tensors here"):
+        CachedEmbeddingBag(table(), 40, device="gpu")
+    with pytest.raises(InputError, match="there is no folder '/no' for the file of table 'items'"):
+        CachedEmbeddingBag(table(), 40, path="/no/items")
+    with pytest.raises(InputError, match="batch is 0; give a whole number from 1"):
+        predict_cache(table(), 40, 0)
+    assert "'items', 40 of 2,000 rows cached on cpu, features=8, mode='sum', optimizer='adagrad'" in str(ours)
     with pytest.raises(InputError, match="of which a device holds 1 to 2000, not 2001"):
         CachedEmbeddingBag(table(), 2001)
     with pytest.raises(InputError, match="mode is 'sum', 'mean' or 'max', not 'maxx'"):

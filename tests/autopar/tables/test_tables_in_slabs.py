@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,12 @@ def test_it_is_verified(pin: dict[str, Any]) -> None:
 def test_tables_initialise_themselves_on_the_meta_device(pool: LocalProcesses) -> None:
     plans = [dlrm.planned(CASES[name]).to_dict() for name in ("each in its own", "data")]
     pool.run(dlrm.initialises_meta, plans, ranks=4)
+
+
+@pytest.mark.processes
+def test_checkpoints_are_of_tables_and_load_under_any_placement(pool: LocalProcesses, tmp_path: Path) -> None:
+    plans = [dlrm.planned(CASES[name]).to_dict() for name in ("each in its own", "data", "column", "table-row")]
+    pool.run(dlrm.goes_on_elsewhere, plans, str(tmp_path), ranks=4)
 
 
 @pytest.mark.processes

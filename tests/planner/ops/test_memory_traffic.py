@@ -17,7 +17,7 @@ def of(op: str, *operands: TensorType, results: tuple[TensorType, ...] = (X,), *
     shares, on_cpu = options.pop("shares", ()), options.pop("on_cpu", False)
     leaves = [Node(f"v{i}", "input", (), (tensor,)) for i, tensor in enumerate(operands)]
     args = (*((f"x{i}", Ref(leaf.name)) for i, leaf in enumerate(leaves)), *options.items())
-    node = Node("it", f"aten.{op}", args, results, shares=shares)
+    node = Node("it", op if op.startswith("autopar.") else f"aten.{op}", args, results, shares=shares)
     return traffic(Graph((*leaves, node), (Ref("it"),)), node, on_cpu=on_cpu)
 
 
@@ -25,6 +25,8 @@ def vector(size: int = 64) -> TensorType:
     return TensorType((size,), "bfloat16", True)
 
 
+TABLE = TensorType((1000, 64), "bfloat16", True)
+IDS, PAIRS = TensorType((8,), "int64"), TensorType((8, 2), "int64")
 PASSES = {
     # Gradient and what was saved are read, the operand's gradient is written.
     "gelu.default": (of("gelu.default", X), [1, 1], [2, 1], [0, 0]),
@@ -51,6 +53,10 @@ PASSES = {
     # A view that copies hands its gradient on.
     "reshape": (of("reshape.default", X, shares=(-1,)), [1, 1], [0, 0], [0, 0]),
     "without a gradient": (of("gelu.default", X, results=(TensorType((8, 64), "bfloat16"),)), [1, 1], [0, 0], [0, 0]),
+    # Eight rows of a large table are read, and the whole of a small one; its gradient is as large as it is.
+    "look-up": (of("embedding.default", TABLE, IDS), [0, 1, 2], [1, 1, 1], [0, 0, 0]),
+    "look-up in a small table": (of("embedding.default", X, IDS, results=(X,)), [1, 1, 1], [1, 1, 1], [0, 0, 0]),
+    "bags of two": (of("autopar.embedding_bag.default", TABLE, PAIRS, mode=0), [0, 1, 3], [1, 1, 1], [0, 0, 0]),
     "unknown": (of("house.strange", X), [1, 1], [2, 2], [0, 0]),
 }
 

@@ -197,13 +197,15 @@ def test_unique_ids() -> None:
         ([1, 2], r"the histogram of table 'user' has shape \(2,\) and the table 3 rows"),
         ([1, -1, 1], "'user' must hold counts of at least 0"),
         ([0, 0, 0], "'user' must hold counts of at least 0, and some above"),
+        ("abc", "the histogram of table 'user' holds no numbers"),
     ],
 )
 def test_histograms_that_are_none(histogram: list[int], message: str) -> None:
     with pytest.raises(InputError, match=message):
         EmbeddingTable("user", 3, 8, histogram=histogram)
-    with pytest.raises(InputError, match="table 'user' has rows 0"):
-        EmbeddingTable("user", 0, 8)
+    for rows in (0, 10.5):
+        with pytest.raises(InputError, match=f"rows of table 'user' is {rows}; give a whole number from 1"):
+            EmbeddingTable("user", rows, 8)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_placed_is_named() -> None:
@@ -211,7 +213,22 @@ def test_what_cannot_be_placed_is_named() -> None:
     with pytest.raises(InputError, match="two embedding tables are called 't0'"):
         place_tables([tables[0], tables[0]], CLUSTER, batch=BATCH)
     with pytest.raises(InputError, match="table 't0' cannot be sharded by table-row on"):
-        place_tables(tables, ClusterSpec.preset("dgx-h100"), batch=BATCH, kinds=("table-row",))
+        place_tables(tables, ClusterSpec.preset("dgx-h100"), batch=BATCH, kinds="table-row")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"tables": []}, r"tables is \[\]; give a list of autopar\.EmbeddingTable, one at least"),
+    ({"cluster": 2}, "cluster is 2; give a ClusterSpec"),
+    ({"batch": 1.5}, "batch is 1.5; give a whole number from 1"),
+    ({"batch": 0}, "batch is 0; give a whole number from 1"),
+    ({"optimizer_state": -1}, "optimizer_state is -1; give a whole number from 0"),
+    ({"kinds": "rows"}, "kinds has no 'rows'; there are: table, column, row"),
+    ({"kinds": []}, "kinds is empty; there are: table"),
+], ids=str)  # fmt: skip
+def test_arguments_of_no_use_are_named(arguments: dict[str, object], message: str) -> None:
+    given = {"tables": random_tables(0, 2), "cluster": CLUSTER, "batch": BATCH, **arguments}
+    with pytest.raises(InputError, match=message):
+        place_tables(**given)  # type: ignore[arg-type]
 
 
 def test_of_equally_fast_placements_the_fullest_rank_is_emptiest() -> None:
@@ -225,7 +242,7 @@ def test_of_equally_fast_placements_the_fullest_rank_is_emptiest() -> None:
 
 def test_a_placement_prints() -> None:
     text = str(place_tables(random_tables(1, 3), CLUSTER, batch=BATCH, kinds=("table",)))
-    assert text.startswith("3 tables on 16 ranks, optimal") and "  t2  table " in text
+    assert text.startswith("3 tables on 16 ranks, optimal") and "  t2  table " in text and "\n  rank 15: " in text
 
 
 def test_an_interrupt_is_still_one_after_tables_were_placed() -> None:
