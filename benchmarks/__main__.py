@@ -1,8 +1,8 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step] [stages] [shards] [predicted] [published] [runs] [iopddl] [memory] [pipeline]
-                     [schedules] [transfer schedule] [offload] [tables] [fuzz [files]] [exact [problems [seed]]]
-                     [gpu_steps] [gpu_offload] [gpu_largest]
+python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [iopddl] [memory]
+                     [pipeline] [schedules] [transfer schedule] [offload] [tables] [fuzz [files]]
+                     [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -24,6 +24,7 @@ import torch
 
 from benchmarks import (
     cached_table,
+    context,
     exact,
     fuzz,
     iopddl,
@@ -212,6 +213,35 @@ def steps(name: str, title: str, cases: Sequence[step_time.Case]) -> None:
         "other users of the machine. *Heap*: as the C library comes, or kept between steps."
     )
     print(record.write(name, title, notes, rows, [asdict(r) for r in results], facts), flush=True)
+
+
+def attended() -> None:
+    """Ways to attend over a sharded sequence."""
+    facts = record.circumstances()
+    found = context.compare()
+    rows = [
+        {
+            "attends": r.kind,
+            "causal": "yes" if r.causal else "no",
+            "step s": f"{statistics.median(r.seconds):.2f}",
+            "CPU s, busiest": f"{max(r.cpu_s):.2f}",
+            "busiest / mean": f"{r.imbalance:.2f}",
+            "sent MiB": f"{r.sent_bytes / 2**20:.1f}",
+            "as planned": "yes" if r.as_planned else "no",
+            "loss differs by": f"{r.loss_difference:.0e}",
+        }
+        for r in found
+    ]
+    notes = (
+        f"One layer of attention, {context.HEADS} heads of {context.HEAD} with {context.KV} of keys and values, on "
+        f"{context.TOKENS:,} tokens in float32: forward and backward on {context.RANKS} local gloo processes, "
+        f"alternately in one run. Medians of {context.STEPS} steps of the slowest rank; CPU seconds are those of the "
+        "median step. *Sent* is what leaves a rank in a step, gradients of weights included; *as planned*, whether "
+        "every collective of every rank is predicted. Cores share one memory, so messages cost copies alone; where "
+        "others use the machine, CPU seconds are what compares."
+    )
+    title = "Attention over a sharded sequence"
+    print(record.write("context", title, notes, rows, [asdict(r) for r in found], facts), flush=True)
 
 
 def predictions() -> None:
@@ -654,6 +684,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "step": partial(steps, "step_time", "Step time", STEP_CASES),
     "stages": partial(steps, "stages", "Step time of pipelines", STAGE_CASES),
     "experts": partial(steps, "experts", "Step time of experts", EXPERT_CASES),
+    "context": attended,
     "shards": partial(steps, "shards", "Step time of sharded parameters", SHARD_CASES),
     "predicted": predictions,
     "published": published_runs,

@@ -17,6 +17,18 @@ from torch.distributed._local_tensor import LocalTensor
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 
+def each_rank(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """``run(*tensors)``, without gradients; where one process simulates all ranks, on those of each rank."""
+    simulated = next((t for t in tensors if isinstance(t, LocalTensor)), None)
+    if simulated is None:
+        return run(*tensors)
+    found = {}
+    for rank in simulated._local_tensors:
+        with _disable_current_modes(), torch.no_grad():
+            found[rank] = run(*(None if t is None else _of(t, rank) for t in tensors))
+    return tuple(_together({rank: results[at] for rank, results in found.items()}) for at in _places(found))
+
+
 def for_each_rank(run: Callable[..., Any], *tensors: Tensor | None) -> Any:
     """``run(*tensors)``, a tensor or several; where one process simulates all ranks, on those of each rank."""
     given = [t for t in tensors if t is not None]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.distributed_c10d import GroupName
@@ -188,8 +188,24 @@ class _CollectiveWatch(TorchDispatchMode):
             bytes_in = sum(map(_bytes_of, tensors))
             phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
             to = (given["dst"], given["tag"]) if form.kind == "send" else ()
-            self._note(_CountedCall(form.kind, given[form.group], bytes_in, phase, *to))
+            kind = "send" if is_shift(given) else form.kind
+            self._note(_CountedCall(kind, given[form.group], bytes_in, phase, *to))
         return func(*args, **kwargs)
+
+
+def is_shift(given: Mapping[str, Any]) -> bool:
+    """Whether an all-to-all is one message from each rank to the next (``autopar.runtime.spmd.row_exchange.shift``).
+
+    It is flat, with nothing for the others; rows that are exchanged have features.
+    """
+    sizes = given.get("input_split_sizes", ())
+    return len(sizes) > 1 and given["input"].dim() == 1 and sum(_of_first(size) > 0 for size in sizes) == 1
+
+
+def _of_first(number: int | SymInt) -> int:
+    """Where ranks are simulated together, the number of the first."""
+    local = getattr(getattr(number, "node", None), "_local_ints", None)
+    return int(number) if local is None else next(iter(local.values()))
 
 
 def _bytes_of(tensor: Tensor) -> int:

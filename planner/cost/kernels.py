@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.ops import OPS
+from planner.ops.attention import QueryShards
 from planner.ops.table import Family
 
 Shape = tuple[int, ...]
@@ -88,6 +89,17 @@ class Stream:
 
 
 Kernel = Product | Attention | Stream
+
+
+def attention_kernels(operands: Sequence[Shape], causal: bool, shards: QueryShards) -> dict[Attention, int]:
+    """The kernels that the busiest rank runs where ranks share the queries of attention, and how often each.
+
+    Args:
+        operands, causal: as of :func:`kernel_of`.
+    """
+    *heads, queries, depth = operands[0]
+    found = shards.pieces(queries, operands[1][-2], causal)
+    return {Attention(math.prod(heads), n, m, depth, is_causal): times for (n, m, is_causal), times in found.items()}
 
 
 def kernel_of(op: str, operands: Sequence[Shape], causal: bool = False) -> Kernel | None:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.kernels import Stream, kernel_of
+from planner.base.symbolic_float import at_least_zero
+from planner.cost.kernels import Stream, attention_kernels, kernel_of
 from planner.cost.model import CostModel
 from planner.formulation.choices import Choices, Options
 from planner.formulation.decisions import DecisionGraph
@@ -19,8 +20,8 @@ from planner.formulation.strategies import Choice
 from planner.formulation.training import Tier, Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
-from planner.ops import OPS
-from planner.ops.attention import is_causal
+from planner.ops import OPS, attends
+from planner.ops.attention import UNSHARDED, QueryShards, is_causal, merged_bytes, query_shards
 from planner.ops.memory_traffic import MemoryTraffic
 from planner.ops.saved_tensors import is_own, own_bytes, saved_tensors
 from planner.ops.sharding_rule import Inner, Rule
@@ -28,6 +29,9 @@ from planner.ops.table import Share
 from planner.solve.problem import Floats, Ints
 
 Mask = NDArray[np.bool_]
+OVERLAP = {"nccl": 0.9, "gloo": 0.0}
+"""Share of work that can hide communication, where a cluster does not say: backward's that of gradients, attention's
+that of keys that go around. Gloo communicates on the cores that compute."""
 WIDE_STATE_BYTES = 8
 """Bytes of state for each element from which on an update is taken to compute in float32: its two moments."""
 
@@ -109,6 +113,8 @@ class LocalCosts:
     ):
         self.decision_graph, self.graph, self.rules = decision_graph, decision_graph.graph, decision_graph.rules
         self.mesh, self.cost, self.training = mesh, cost, training
+        stated = cost.cluster.overlap
+        self.overlap = OVERLAP[cost.cluster.backend] if stated is None else stated
         # Lists of choices are told apart by the ways that they are made of, so these must be the same ones.
         is_like = like is not None and like.decision_graph.blocks.ways is decision_graph.blocks.ways
         self._known: Known = like._known if like is not None and is_like else Known()
@@ -230,8 +236,8 @@ class LocalCosts:
 
     def work(self, node: Node, choice: Choice) -> Work:
         """Seconds of one operator on one rank."""
-        inner_s = self._inner_s(node, self.rules[node.name], choice)
-        return Work(*self._computed_s(node, choice), *inner_s)
+        computed_s = self._computed_s(node, choice)
+        return Work(*computed_s, *self._inner_s(node, self.rules[node.name], choice, computed_s))
 
     def transient_bytes(self, node: Node, choice: Choice) -> int:
         """Bytes that an operator needs at most while it runs, besides what is held."""
@@ -270,19 +276,24 @@ class LocalCosts:
             ]
             shapes = [*zip(*each_of, strict=True)] if each_of else [()] * len(choices)
             is_uneven = any(strategy.way.uneven for strategies in choices.strategies for strategy in strategies)
-            loads = [self.load(choice) for choice in choices] if is_uneven else [1.0] * len(choices)
+            loads = [self.load(node, choice) for choice in choices] if is_uneven else [1.0] * len(choices)
+            shards = [UNSHARDED] * len(choices)
+            if attends(node.op):
+                shards = [query_shards(node, zip(choice.axes, sizes, strict=True)) for choice in choices]
             found = []
             busiest = [flops / share * load for share, load in zip(self._shares(choices), loads, strict=True)]
-            for local, moved, most in zip(shapes, _moved(traffic, held), busiest, strict=True):
-                key = (id(rule), local, moved, most, traffic.starts)
+            for local, moved, most, shared in zip(shapes, _moved(traffic, held), busiest, shards, strict=True):
+                key = (id(rule), local, moved, most, traffic.starts, shared)
                 if key not in self._known.computed:
-                    self._known.computed[key] = self._compute(node, traffic, local, moved, most)
+                    self._known.computed[key] = self._compute(node, traffic, local, moved, most, shared)
                 found.append(self._known.computed[key])
             seconds[:2] = np.array(found).T
         if row is not None and row.between is not None:
             seconds[:2] += np.array([self.between_s(node, choice) for choice in choices]).T
         if any(strategy.inner for strategies in choices.strategies for strategy in strategies):
-            seconds[2:] = np.array([self._inner_s(node, rule, choice) for choice in choices]).T
+            computed_s = ((forward_s, backward_s) for forward_s, backward_s in seconds[:2].T.tolist())
+            pairs = zip(choices, computed_s, strict=True)
+            seconds[2:] = np.array([self._inner_s(node, rule, choice, each_s) for choice, each_s in pairs]).T
         return seconds
 
     def _shares(self, choices: Choices) -> list[int]:
@@ -306,24 +317,43 @@ class LocalCosts:
         """Seconds to read or write so many bytes."""
         return float(self.cost.compute_s(0.0, size, dtype, 0, Stream("multiply")))
 
-    def _inner_s(self, node: Node, rule: Rule, choice: Choice) -> tuple[float, float]:
-        """Seconds, forward and backward, of the collectives of an operator's local form."""
+    def _inner_s(self, node: Node, rule: Rule, choice: Choice, computed_s: tuple[float, float]) -> tuple[float, float]:
+        """Seconds, forward and backward, of the collectives of an operator's local form.
+
+        Args:
+            computed_s: of the operator by itself. What goes around is hidden by what is computed at each step.
+        """
         if not any(strategy.inner for strategy in choice.axes):
             return 0.0, 0.0
-        inner = {"forward": 0.0, "backward": 0.0}
+        inner, around = {"forward": 0.0, "backward": 0.0}, dict[tuple[str, int], list[float]]()
         for axis, call, bytes_in in self.inner_calls(rule, choice, any(t.grad for t in node.results)):
-            inner[call.phase] += self.collective_s(call.kind, axis, bytes_in) * self.load(choice)
+            seconds = self.collective_s(call.kind, axis, bytes_in)
+            if call.around:
+                around.setdefault((call.phase, axis.size), []).append(seconds)
+            else:
+                inner[call.phase] += seconds * self._uneven(choice)
+        for (phase, ranks), sent_s in around.items():
+            beside_s = self.overlap * computed_s[phase == "backward"] / ranks
+            first_s, behind_s = sent_s[0], sum(sent_s[ranks - 1 :]) / (ranks - 1)
+            exposed_s = at_least_zero(first_s + behind_s - beside_s)
+            inner[phase] += (ranks - 2) * exposed_s + at_least_zero(first_s - beside_s) + behind_s
         return inner["forward"], inner["backward"]
 
-    def load(self, choice: Choice) -> float:
-        """What the busiest rank has of an operator's work over the average, as the cluster states it."""
+    def load(self, node: Node, choice: Choice) -> float:
+        """What the busiest rank has of an operator's work over the average: of what is uneven as the cluster states it,
+        of pairs of queries and keys the last rank.
+        """
+        shards = query_shards(node, zip(choice.axes, self.mesh.sizes, strict=True))
+        return self._uneven(choice) * shards.load(node)
+
+    def _uneven(self, choice: Choice) -> float:
         axes = zip(self.mesh.sizes, choice.axes, strict=True)
         return self.cost.cluster.imbalance(math.prod(size for size, strategy in axes if strategy.way.uneven))
 
     def share(self, choice: Choice) -> Share:
         """How much of an operator the busiest rank has."""
         ways = frozenset(strategy.sharded for strategy in choice.axes if strategy.factor)
-        return Share(choice.shares(self.mesh), ways, self.load(choice))
+        return Share(choice.shares(self.mesh), ways, self._uneven(choice))
 
     def inner_calls(self, rule: Rule, choice: Choice, differentiated: bool) -> Iterator[tuple[Axis, Inner, int]]:
         """The collectives of an operator's local form, on which axis, and the bytes that each rank passes to them;
@@ -332,16 +362,25 @@ class LocalCosts:
         for number, call in choice.inner:
             axis = self.mesh.axes[number]
             if axis.size > 1 and axis.name != MICRO and (call.phase == "forward" or differentiated):
-                yield axis, call, self.inner_bytes(rule, choice, call)
+                each = axis, call, self.inner_bytes(rule, choice, call)
+                yield from [each] * (axis.size - 1 if call.around else 1)
 
     def _compute(
-        self, node: Node, traffic: MemoryTraffic, shapes: Sequence[tuple[int, ...]], moved: Moved, flops: float
+        self,
+        node: Node,
+        traffic: MemoryTraffic,
+        shapes: Sequence[tuple[int, ...]],
+        moved: Moved,
+        flops: float,
+        shards: QueryShards,
     ) -> tuple[float, float]:
         """Seconds of an operator forward and backward, from its operands' local shapes and the bytes it passes over."""
         dtype = node.results[0].dtype if node.results else "float32"
         forward_s = backward_s = 0.0
-        if traffic.runs:
-            kernel = kernel_of(node.op, shapes, causal=is_causal(node))
+        if shards.is_in_pieces(node):
+            forward_s, backward_s = self._in_pieces_s(node, shapes, moved, shards)
+        elif traffic.runs:
+            kernel = kernel_of(node.op, shapes, causal=is_causal(node) and shards.ranks == 1)
             forward_s = self.cost.compute_s(flops, moved.forward, dtype, kernel=kernel, known_by=moved.once)
             if moved.backward:
                 kernel = kernel and kernel.backward
@@ -351,6 +390,21 @@ class LocalCosts:
         if traffic.starts:
             backward_s += self.cost.compute_s(0.0, moved.besides, dtype, traffic.starts, Stream("add"))
         return forward_s, backward_s
+
+    def _in_pieces_s(
+        self, node: Node, shapes: Sequence[tuple[int, ...]], moved: Moved, shards: QueryShards
+    ) -> tuple[float, float]:
+        """Seconds of attention piece by piece: its kernels, and what merges their results and adds up gradients."""
+        dtype, found = node.results[0].dtype, []
+        kernels = attention_kernels(shapes, is_causal(node), shards)
+        count, merged = sum(kernels.values()), merged_bytes(node, shapes, shards)
+        for is_backward, bytes_moved in enumerate((moved.forward, moved.backward)):
+            seconds = self.cost.compute_s(0.0, merged[is_backward], dtype, 3 * count, Stream("add"))
+            for kernel, times in kernels.items():
+                runs = kernel.backward if is_backward else kernel
+                seconds += times * self.cost.compute_s(0.0, bytes_moved / count, dtype, kernel=runs)
+            found.append(seconds if bytes_moved else 0.0)
+        return found[0], found[1]
 
     def inner_bytes(self, rule: Rule, choice: Choice, call: Inner) -> int:
         """Bytes that each rank passes to a collective of an operator's local form."""

@@ -36,10 +36,6 @@ from planner.ir.layout import Layout, Mesh
 from planner.ops.sharding_rule import Rule
 from planner.solve.problem import Edge, Floats, Ints, Problem, Vertex
 
-OVERLAP = {"nccl": 0.9, "gloo": 0.0}
-"""Share of backward work that can hide gradient communication, where a cluster does not say. Gloo communicates on the
-cores that compute."""
-
 
 class Space(LocalCosts):
     """Every decision to take for one folded graph on one mesh, and the solver's problem that they make.
@@ -84,8 +80,6 @@ class Space(LocalCosts):
         self.folded, self.leaving = folded, folded.graph.leaving
         self.variables = self.decision_graph.variables
         self.variable_of, self.members = self.variables.variable_of, self.variables.members
-        stated = cost.cluster.overlap
-        self.overlap = OVERLAP[cost.cluster.backend] if stated is None else stated
         self.unsharding = training.unsharding.of_step(self.micro_batched, training.tier == "device")
         self._node_options = NodeOptions(self.decision_graph, mesh, allow, allow_leaf, self._known.alike)
         self.tables = ReshardingTables(

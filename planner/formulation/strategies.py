@@ -39,11 +39,11 @@ class Choice:
         return tuple((axis, inner) for axis, strategy in enumerate(self.axes) for inner in strategy.inner)
 
     def shares(self, mesh: Mesh) -> dict[str, int]:
-        """How many ranks, or micro-batches, share each factor that is sharded."""
+        """How many ranks, or micro-batches, share each factor that is sharded, and how many do so in a named way."""
         found: dict[str, int] = {}
         for axis, strategy in zip(mesh.axes, self.axes, strict=True):
-            if strategy.factor:
-                found[strategy.factor] = found.get(strategy.factor, 1) * axis.size
+            for name in {strategy.factor, strategy.sharded} if strategy.factor else ():
+                found[name] = found.get(name, 1) * axis.size
         return found
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from planner.ir.graph import Node, TensorType
 from planner.ops import OPS
+from planner.ops.attention import RING, QueryShards, scratch_bytes
 from planner.ops.function import kept
 from planner.ops.table import Saved, Share
 
@@ -104,7 +105,7 @@ def beside(
     on_cpu: bool,
     share: Share,
 ) -> ScratchBytes:
-    """What operators that are made of several, and attention that keeps scores, need while they run.
+    """What operators that are made of several, attention in pieces, and one that keeps scores need while they run.
 
     Operands of attention are taken to be heads that lie side by side. It scales query and key, copies both and the
     value for products of batches, and holds the scaled query to the end. A softmax is beside the scores, and in
@@ -117,6 +118,9 @@ def beside(
     if row is not None and row.between is not None:
         found = row.between(node, types, sizes, share)
         return ScratchBytes(found.forward, found.backward)
+    shards = QueryShards(share.parts.get("query", 1), ring=share.parts.get(RING, 1))
+    if row is not None and row.kernel == "attention" and shards.is_in_pieces(node):
+        return ScratchBytes(*scratch_bytes(node, types, sizes, shards))
     if row is None or not on_cpu or SCORES not in row.saved(node, tuple(types)):
         return ScratchBytes()
     drops, scores, wide = bool(node["dropout_p"]), _scores_bytes(types, sizes), _wide(types) // types[0].item_bytes

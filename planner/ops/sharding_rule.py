@@ -23,7 +23,7 @@ class Inner:
     """A collective that an operator's local form performs itself when a factor is sharded.
 
     It moves ``count`` elements for every index of ``factors`` (rank-local), of ``item_bytes`` each; ranks that share
-    factors of ``shared`` share these elements.
+    factors of ``shared`` share these elements. What goes ``around`` the ranks is called once for each of the others.
     """
 
     kind: str
@@ -32,6 +32,7 @@ class Inner:
     count: int = 1
     phase: str = "forward"
     shared: tuple[str, ...] = ()
+    around: bool = False
 
 
 @dataclass(frozen=True)

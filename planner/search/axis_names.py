@@ -17,6 +17,7 @@ from planner.formulation.constraints.pins import FREE_AXES
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Mesh, Shard
 from planner.ops import OPS
+from planner.ops.attention import shares_heads
 from planner.ops.sharding_rule import AxisStrategy
 from planner.search.branch_and_bound import Searched
 from planner.search.search_context import SearchContext
@@ -42,7 +43,9 @@ def named(context: SearchContext, found: Searched) -> Searched:
 
 
 def _meanings(assignment: Assignment) -> list[str]:
-    """What each axis of ranks shards most, counted in operations and, where there are none, in elements."""
+    """What each axis of ranks shards most, counted in operations and, where there are none, in elements; heads of
+    attention aside, which are shared where weights are, and where the sequence is.
+    """
     space, graph = assignment.space, assignment.space.graph
     batch, sequence = (label_blocks(space.decision_graph, label) for label in ("batch", "context"))
     weights = [Counter[str]() for _ in space.mesh.axes]
@@ -54,7 +57,7 @@ def _meanings(assignment: Assignment) -> list[str]:
         flops = row.flops(node, graph.input_types(node), rule) if row is not None else 0
         weight = len(members) * (flops + sum(result.numel for result in node.results))
         for axis, strategy in enumerate(assignment.choice(node).axes):
-            if strategy.factor:
+            if strategy.factor and not shares_heads(node, strategy):
                 weights[axis][_shards(assignment, node, strategy, batch, sequence)] += weight
     names = zip(space.mesh.names, weights, strict=True)
     return [max(found, key=lambda name: found[name], default=IDLE) for name, found in names if name != MICRO]

@@ -86,7 +86,7 @@ class ClosedSpace(Space):
             share = device.attention_efficiency[is_backward] if attends(node.op) else device.matmul_efficiency
             rate = device.peak(node.results[0].dtype if node.results else "float32") * share
             heavier = float(self.heavier(node)) if is_backward else 1.0
-            arithmetic_s = growing(0.0, heavier / rate, flops) / self._sharing(choice) * self.load(choice)
+            arithmetic_s = growing(0.0, heavier / rate, flops) / self._sharing(choice) * self.load(node, choice)
             starts_s = device.launch_overhead_s * any(often)
             found.append(largest((arithmetic_s, memory_s(often))) + starts_s + is_backward * besides_s)
         found = [each + between_s for each, between_s in zip(found, self.between_s(node, choice), strict=True)]

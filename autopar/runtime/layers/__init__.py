@@ -72,7 +72,9 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     "aten.scatter.src": LocalForm(scatter, _CLASSES, takes_op=True),
     "aten.scatter.value": LocalForm(scatter, _CLASSES, takes_op=True),
     "aten.scaled_dot_product_attention.default": LocalForm(
-        attention, {"query_groups": ("query",)}, strips={"query_groups": "query_strips"}
+        attention,
+        {"query_groups": ("query", "query.ring"), "ring_groups": ("query.ring",)},
+        strips={"query_groups": "query_strips"},
     ),
     "autopar.experts.default": LocalForm(
         experts, {"holding_groups": ("e", "t.dispatch"), "dispatch_groups": ("t.dispatch",)}, is_region=True

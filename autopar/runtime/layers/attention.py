@@ -1,10 +1,14 @@
-"""Attention whose query rows are sharded."""
+"""Attention whose queries are sharded along the sequence."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from autopar.runtime.layers.partial_attention import Places, attend
 from autopar.runtime.spmd.rank_index import Groups, cut, ranks
 
 
@@ -20,6 +24,7 @@ def attention(
     enable_gqa: bool = False,
     query_groups: Groups = (),
     query_strips: tuple[int, ...] = (),
+    ring_groups: Groups = (),
 ) -> Tensor:
     """``aten.scaled_dot_product_attention`` of some query rows with every key.
 
@@ -27,16 +32,31 @@ def attention(
 
     Args:
         query: ``[.., h, query / ranks, d]``, ``S`` on ``query_groups``.
-        key, value: ``[.., h or kv, key, d]`` and ``[.., key, e]``, ``R`` on ``query_groups``.
-        attn_mask: broadcasts to ``[.., h, query / ranks, key]``.
+        key, value: ``[.., h or kv, key, d]`` and ``[.., key, e]``, ``S`` on ``ring_groups``, ``R`` on the other
+            ``query_groups``.
+        attn_mask: broadcasts to ``[.., h, query / ranks, key of all ranks]``.
         dropout_p, is_causal, scale, enable_gqa: as in the operator.
         query_groups: the mesh axes that shard the query rows, in the order in which they cut them.
         query_strips: the strips that each of them cuts, see :func:`autopar.runtime.spmd.rank_index.cut`.
+        ring_groups: the one of them along which keys go from rank to rank, if there is one.
 
     Returns:
         ``[.., h, query / ranks, e]``, ``S`` on ``query_groups``.
     """
-    if is_causal and query_groups:
+    if ring_groups or (is_causal and query_groups and not dropout_p):
+        places = Places.of(query.shape[-2] * ranks(query_groups), query_groups, query_strips, *ring_groups or (None,))
+        operands = [_as_autocast(t) for t in (query, key, value)]
+        batch = torch.broadcast_shapes(*(t.shape[:-3] for t in operands))
+        heads = [1 if t.dim() == 2 else t.shape[-3] for t in operands]
+        heads = heads if enable_gqa else [max(heads)] * 3
+        q, k, v = (_in_four_dims(t, batch, count) for t, count in zip(operands, heads, strict=True))
+        mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        out = attend(q, k, v, mask, is_causal, scale, places)
+        if max(t.dim() for t in operands) == 4:
+            return out
+        return out.reshape(*batch, *heads[:1] * (max(t.dim() for t in operands) > 2), *out.shape[-2:])
+    if is_causal and query_groups:  # drops: no kernel says which
         assert attn_mask is None, "attention takes a mask or is_causal, not both"
         length = query.shape[-2] * ranks(query_groups)
         rows = cut(torch.arange(length, device=query.device), query_groups, query_strips, like=query)
@@ -46,3 +66,18 @@ def attention(
     return torch.ops.aten.scaled_dot_product_attention.default(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _in_four_dims(tensor: Tensor, batch: Sequence[int], heads: int) -> Tensor:
+    """``[.., h, n, d]`` as ``[b, h, n, d]``, repeated along what others have more of."""
+    size = (*batch, heads, *tensor.shape[-2:])
+    if tensor.shape != size:
+        tensor = tensor.expand(size)
+    return tensor if len(size) == 4 else tensor.reshape(-1, *size[-3:])
+
+
+def _as_autocast(tensor: Tensor) -> Tensor:
+    """In the dtype in which autocast has attention."""
+    kind = tensor.device.type
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return tensor.to(torch.get_autocast_dtype(kind)) if is_cast and tensor.dtype != torch.float64 else tensor

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import spmd_types as spmd
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import SymInt, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor
+
+from autopar.runtime.spmd.rank_index import cut
 
 Splits = Sequence[int | SymInt]
 """How many rows go to each rank of a group, or come from it."""
@@ -35,6 +38,27 @@ def splits(counts: Tensor, group: ProcessGroup) -> Splits:
         return totals.tolist()
     each = {rank: own.tolist() for rank, own in totals._local_tensors.items()}
     return [SymInt(LocalIntNode({rank: own[place] for rank, own in each.items()})) for place in range(group.size())]
+
+
+def shift(tensor: Tensor, ring: ProcessGroup) -> Tensor:
+    """``tensor[n]`` of the rank before in a ring, which sends it while this one sends its own to the next.
+
+    Returns:
+        What arrives, to be waited for (:func:`wait`); ``tensor`` must stay as it is until then.
+    """
+    count, length = ring.size(), len(tensor)
+    with torch.device("cpu"), spmd.no_typecheck():
+        ranks = torch.arange(count)
+        here = cut(ranks, (ring,))
+        sent, received = (length * (ranks == (here + step) % count) for step in (1, -1))
+    there: Any = [*splits(sent, ring)]
+    back: Any = [*splits(received, ring)]
+    return torch.ops._c10d_functional.all_to_all_single.default(tensor, back, there, ring.group_name)
+
+
+def wait(tensor: Tensor) -> Tensor:
+    """What a collective gives, once it is there."""
+    return torch.ops._c10d_functional.wait_tensor.default(tensor)
 
 
 class _ExchangeRows(torch.autograd.Function):

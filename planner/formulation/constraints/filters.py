@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from planner.base.errors import PinError
 from planner.formulation.batch_norm import check_batch_norm, is_by_micro_batch
+from planner.formulation.constraints.context import ways_to_attend
 from planner.formulation.constraints.labels import (
     LABELS,
     Labels,
@@ -68,6 +69,7 @@ def filters(
     _check_layers(pins, graph, rules, mesh)
     pinned = {glob: {node.name for node in _pinned(graph, glob)} for glob in pins.layers}
     check_zero(pins.zero, graph)
+    attend = ways_to_attend(pins.context_kind, graph, rules, mesh)
 
     def labelled(node: Node, strategy: AxisStrategy, labels: Labels) -> bool:
         rule = rules[node.name]
@@ -98,6 +100,8 @@ def filters(
         others = (each for each in roles if each is not None and each.is_alone and each is not role)
         if any(labelled(node, strategy, dims[each.shards]) for each in others):
             return False
+        if role.shards == "context" and node.name in attend:
+            return strategy.sharded in attend[node.name]
         if role.shards != WEIGHTS:
             for label in role.labels:
                 if has(node, dims[label], ranks_sharing(mesh, label)):
@@ -182,7 +186,7 @@ def _check_recipe(graph: Graph, mesh: Mesh, dims: Mapping[str, Labels]) -> None:
         if all(length % ranks for length in lengths):
             raise PinError(
                 f"{pinned} is {ranks} but the {label.word} has length {min(lengths)}, which it does not divide: "
-                f"{label.remedy}"
+                f"{label.remedy.format(longer=-(-min(lengths) // ranks) * ranks)}"
             )
 
 

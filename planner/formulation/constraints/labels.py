@@ -82,7 +82,7 @@ class Label:
         starts: the dims of values that are of it by themselves.
         word: what errors and reports call it.
         missing: why a model may have none, and the way out.
-        remedy: what to do where no dim of it divides.
+        remedy: what to do where no dim of it divides; ``longer`` is the next length that does.
     """
 
     starts: Callable[[DistinctOperators], Iterator[tuple[Ref, Place]]]
@@ -141,7 +141,7 @@ LABELS = {
         "sequence",
         missing="shards the query sequence of F.scaled_dot_product_attention, and the model never calls it: write "
         "attention with it (Transformers: attn_implementation='sdpa'), or leave out 'context'",
-        remedy="change the pin or pad the sequence",
+        remedy="change the pin, or pad the sequence to {longer}",
     ),
     "expert": Label(
         of_rows("expert"),

@@ -23,6 +23,8 @@ from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 from planner.tables.tables_plan import NO_SLAB, SLABS
 
 BatchNorm = Literal["micro_batch"]
+ContextKind = Literal["gather", "ring", "ulysses"]
+CONTEXT_KINDS: tuple[ContextKind, ...] = ("gather", "ring", "ulysses")
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
 Offload = Literal["none", "host", "auto", "disk"]
 TIERS: Mapping[Offload, Tier] = {"none": "device", "host": "host", "auto": "either", "disk": "disk"}
@@ -39,6 +41,8 @@ class Pins:
         sizes: ranks per recipe axis; empty when the mesh is free.
         sequence_parallel: on the tensor axis, keep norms and residuals sharded along the sequence, or (``False``)
             whole; ``None`` leaves it to the search.
+        context_kind: how the ranks of the context axis attend to one another's keys: ``gather`` them, pass them around
+            in a ``ring``, or share heads instead (``ulysses``); ``None`` leaves it to the search, for each attention.
         zero: 0 stores parameters whole on the data axis, 1, 2 and 3 sharded; on the replicate axis they are whole. With
             1 and 2, which are one, they are held as they are used from forward to backward, with micro-batches for all
             micro-batches, with 3 gathered again in backward, with micro-batches of each micro-batch. Or that by glob of
@@ -70,6 +74,7 @@ class Pins:
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     sequence_parallel: bool | None = None
+    context_kind: ContextKind | None = None
     zero: Zero | None = None
     recompute: Level | None = None
     keep: tuple[str, ...] = ()
@@ -94,7 +99,17 @@ class Pins:
         if pin is not None and not isinstance(pin, Mapping):
             raise PinError(f"pin is {pin!r}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
         pin = dict(pin or {})
-        known = {*ROLES, *COUNTS, "sequence_parallel", "zero", "recompute", "offload", "update", "activations"}
+        known = {
+            *ROLES,
+            *COUNTS,
+            "sequence_parallel",
+            "context_kind",
+            "zero",
+            "recompute",
+            "offload",
+            "update",
+            "activations",
+        }
         known |= {"layers", "tables", "schedule", "batch_norm"}
         unknown = sorted(set(pin) - known, key=str)
         if unknown:
@@ -123,6 +138,7 @@ class Pins:
             raise PinError(f"pin 'sequence_parallel' is {sequence_parallel!r}; it is True or False")
         if sequence_parallel and all(sizes.get(name, 1) == 1 for name in sharing(WEIGHTS)):
             raise PinError("pin 'sequence_parallel' shards the sequence over the tensor axis: pin 'tensor' above 1 too")
+        context_kind = _context_kind(pin.pop("context_kind", None), sizes)
         recompute, keep = _recompute(pin.pop("recompute", None))
         offload = _offload(pin.pop("offload", None))
         update = _update(pin.pop("update", None), offload)
@@ -141,6 +157,7 @@ class Pins:
         return Pins(
             sizes,
             sequence_parallel,
+            context_kind,
             zero,
             recompute,
             keep,
@@ -193,6 +210,8 @@ class Pins:
         found: dict[str, object] = dict(self.sizes)
         if self.sequence_parallel is not None:
             found["sequence_parallel"] = self.sequence_parallel
+        if self.context_kind is not None:
+            found["context_kind"] = self.context_kind
         if self.zero is not None:
             found["zero"] = dict(self.zero) if isinstance(self.zero, Mapping) else self.zero
         if self.recompute is not None:
@@ -217,6 +236,24 @@ class Pins:
             "virtual_stages": self.virtual_stages,
         }
         return {**found, **{name: value for name, value in micro_batches.items() if value is not None}}
+
+
+def _context_kind(value: object, sizes: Mapping[str, int]) -> ContextKind | None:
+    """How ranks attend to one another's keys, if there are several."""
+    if value is None:
+        return None
+    for kind in CONTEXT_KINDS:
+        if value == kind:
+            if sizes.get("context", 1) == 1:
+                raise PinError(
+                    f"pin 'context_kind' is {value!r}, which says how the ranks of the context axis attend to one "
+                    "another's keys: pin 'context' above 1 too"
+                )
+            return kind
+    raise PinError(
+        f"pin 'context_kind' is {value!r}; the ranks of the context axis 'gather' keys and values, pass them around in "
+        "a 'ring', or share heads instead of the sequence while they attend ('ulysses')"
+    )
 
 
 def _recompute(value: object) -> tuple[Level | None, tuple[str, ...]]:

@@ -11,6 +11,7 @@ import fnmatch
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -168,7 +169,8 @@ class Explanation:
         lines += [f"  before    {_move(move, detail.path)}" for move in detail.before]
         lines += [f"  shared    {_move(move, '')}" for move in op.shared]
         lines += [
-            f"  within    {call.kind} {call.axis} {in_bytes(call.bytes_in)} {call.phase}" for call in detail.inner
+            f"  within    {f'{times} x ' * (times > 1)}{call.kind} {call.axis} {in_bytes(call.bytes_in)} {call.phase}"
+            for call, times in Counter(detail.inner).items()
         ]
         lines += [f"  after     {_move(move, detail.path)}" for move in detail.after]
         seconds = detail.forward_s + detail.backward_s

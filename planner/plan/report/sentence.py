@@ -13,6 +13,7 @@ from planner.base.formatting import GATHERED_AGAIN, in_bytes, in_percent, in_sec
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.labels import LABELS
 from planner.ir.layout import MICRO, Axis
+from planner.ops.attention import RING
 from planner.plan.document.document import Document, PipelinePlan
 
 SCHEDULES = {
@@ -34,6 +35,10 @@ SHARED = (DISPATCHED, LABELS["expert"].word)
 """Words for mixtures of which each rank of an axis has some experts."""
 WHOLE = ("whole", "terms")
 """Words for operators of which an axis shards nothing, by themselves."""
+HEADS = "heads"
+"""The word for attention of which each rank has some heads. It weighs most, but whether weights are shared or the
+sequence is says what surrounds it."""
+ATTENDS = {"query": "keys gathered", RING: "ring attention", HEADS: "Ulysses"}
 
 
 def sentence(document: Document) -> str:
@@ -89,7 +94,7 @@ def _axes(document: Document) -> Iterator[str]:
         elif kind == "tensor":
             what = "splits weights", f" (tensor parallel{', sequence parallel' * (work[at]['sequence'] > 0)})"
         elif kind == "context":
-            what = "splits the sequence", " (context parallel)"
+            what = "splits the sequence", f" (context parallel{_attends(document, at)})"
         else:
             what = ("repeats the work" if kind == "idle" else "divides the work"), ""
         places.setdefault(what, []).append(f"over {_place(document, axes, at)}")
@@ -115,9 +120,20 @@ def _kind(axis: Axis, work: Mapping[str, int]) -> str:
         name = axis.name.partition("_")[0]
         return {"replicate": "data"}.get(name, name)
     shares = {"data": work.get("batch", 0) + work.get(DISPATCHED, 0), "context": work.get("sequence", 0)}
-    shares["tensor"] = sum(work.values()) - sum(shares.values()) - sum(work.get(word, 0) for word in WHOLE)
+    shares["tensor"] = sum(work.values()) - sum(shares.values()) - sum(work.get(word, 0) for word in (*WHOLE, HEADS))
     kind = max(shares, key=lambda name: shares[name])
     return kind if shares[kind] else "idle"
+
+
+def _attends(document: Document, at: int) -> str:
+    """How the ranks of an axis attend to one another's keys: what most attention does."""
+    found = Counter[str]()
+    for block, detail in zip(document.blocks, document.account.blocks, strict=False):
+        for name, op in detail.ops.items():
+            way = block.ops.get(name, "").split()[at].partition(":")[2].partition("/")[0]
+            if how := ATTENDS.get(HEADS if op.meaning[at] == HEADS else way):
+                found[how] += block.count * op.flops
+    return f": {found.most_common(1)[0][0]}" if found else ""
 
 
 def _parted(document: Document, words: tuple[str, ...]) -> list[set[str]]:

@@ -37,7 +37,7 @@ from tests.autopar.models import MODELS
 DATA, TENSOR, CONTEXT, MIXED = (
     {"data": 2},
     {"tensor": 2, "sequence_parallel": True},
-    {"context": 2},
+    {"context": 2, "context_kind": "gather"},
     {"data": 2, "tensor": 2, "zero": 3},
 )
 CASES: list[tuple[str, dict[str, Any], Any]] = [
@@ -46,7 +46,7 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("gpt2", MIXED, "selective"),
     ("gpt2", TENSOR, "resharded"),
     ("gpt2", CONTEXT, "resharded"),
-    ("functional-gpt", {"data": 2, "context": 2, "zero": 3}, "resharded"),
+    ("functional-gpt", {"data": 2, "context": 2, "context_kind": "gather", "zero": 3}, "resharded"),
     ("llama", TENSOR, "selective"),
     ("llama", CONTEXT, "full"),
     ("llama", MIXED, "full"),

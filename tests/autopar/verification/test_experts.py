@@ -256,7 +256,7 @@ def test_the_busiest_rank_decides(wanted: str, times: float) -> None:
         space, choice = plan.space, plan.choice(node)
         work = space.work(node, choice)
         kept = sum(held.bytes for held in usage(plan).alive if "experts keeps" in held.name)
-        found.append((space.load(choice), work.inner_forward_s, kept))
+        found.append((space.load(node, choice), work.inner_forward_s, kept))
     (even, even_s, even_bytes), (uneven, uneven_s, uneven_bytes) = found
     assert even == 1 and uneven == times and uneven_s == times * even_s
     even_ones = 4096 * WIDTH * 8 if wanted == "t.dispatch" else 0

@@ -48,6 +48,11 @@ def attention(length: int = 48, repeated: bool = False) -> Graph:
         ({"sequence_parallel": 3, "tensor": 2}, "pin 'sequence_parallel' is 3; it is True or False"),
         ({"sequence_parallel": True}, "pin 'tensor' above 1 too"),
         ({"sequence_parallel": True, "tensor": 1}, "pin 'tensor' above 1 too"),
+        (
+            {"context": 2, "context_kind": "zigzag"},
+            "pin 'context_kind' is 'zigzag'; .* 'gather' .* 'ring'.*'ulysses'",
+        ),
+        ({"context_kind": "ring"}, "pin 'context_kind' is 'ring', which says how .* pin 'context' above 1 too"),
         ({"pipeline": 0}, "pin 'pipeline' is 0; it is how many stages there are: a whole number from 1"),
         ({"recompute": "some"}, "pin 'recompute' is 'some'; it is one of 'none', 'resharded', 'selective', 'full'"),
         ({"recompute": {"keep": "*.up"}}, "or says of which modules the results are kept"),
@@ -124,7 +129,7 @@ def test_a_pin_that_does_not_fit_is_refused(pin: dict[str, Any], message: str) -
         (GRAPH, 5, {"tensor": 5}, "pin 'tensor' is 5, which divides none of the sizes of the weights, 64, 256"),
         (GRAPH, 3, {"tensor": 3, "layers": {"head": {"tensor": "n"}}}, "tensor' is 3, which divides none"),
         (GRAPH, 3, {"data": 3, "layers": {"head": {"data": "n"}}}, "'head', axis 'data': n has size 64, which 3 ranks"),
-        (attention(), 5, {"context": 5}, "pin 'context' is 5 but the sequence has length 48, which it does not divide"),
+        (attention(), 5, {"context": 5}, "pin 'context' is 5 but the sequence has length 48, .* pad .* to 50$"),
     ],
 )
 def test_a_size_that_does_not_divide_is_named(graph: Graph, devices: int, pin: dict[str, Any], message: str) -> None:
@@ -138,6 +143,7 @@ def test_pins_come_back_as_the_user_wrote_them() -> None:
     micro_batches = {"pipeline": 4, "micro_batches": 8, "schedule": "interleaved_1f1b", "virtual_stages": 2}
     assert Pins.parse(micro_batches).to_dict() == micro_batches
     assert Pins.parse({"offload": "host"}).to_dict() == {"offload": "host"}
+    assert Pins.parse({"context": 2, "context_kind": "ring"}).to_dict() == {"context": 2, "context_kind": "ring"}
     early = {"offload": "host", "update": "backward"}
     assert Pins.parse(early).to_dict() == early
     for value, found in (("all", "all"), ("none", "none"), (0, "none"), (3, 3)):
@@ -240,7 +246,7 @@ def test_context_shards_the_query_sequence() -> None:
 
 
 def test_context_gathers_keys_and_values_before_they_are_repeated() -> None:
-    plan = plan_of(attention(repeated=True), pin={"context": 4})
+    plan = plan_of(attention(repeated=True), pin={"context": 4, "context_kind": "gather"})
     assert strategies(plan, "attention") == {"context:query"}
     gathers = {call: count for call, count in plan.predicted.collectives if call.kind == "all_gather"}
     part = 2 * 48 // 4 * 8 * 4  # two samples' quarter of the sequence, one head of eight float32, not four

@@ -1,0 +1,283 @@
+"""Attention to the keys of a sequence, some at a time, without scores or masks of the whole.
+
+Of a causal mask two pieces are left: queries and keys at the same places see one another as in a small sequence, and
+later queries see earlier keys, all of them. What attention makes of each piece is merged by the log-sum-exp of its
+scores (Milakov and Gimelshein 2018; Dao et al. 2022).
+
+Keys are whole on every rank, or each rank holds some, and they go around the ranks in a ring (Li et al. 2021, Liu et
+al. 2023): while a rank attends to the keys that it has, the next ones come. In backward they go around once more, and
+their gradients with them, one step behind. Saved are the shards that a rank has, its result, and the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from autopar.functions.ranks import each_rank
+from autopar.runtime.layers.attention_kernel import AttentionPiece, additive
+from autopar.runtime.spmd.rank_index import Groups, cut
+from autopar.runtime.spmd.row_exchange import shift, wait
+from planner.ops.attention import pieces
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the queries and keys of this rank lie in the sequence.
+
+    Attributes:
+        starts: ``[r]``, the first places of the runs of queries that this rank has.
+        run: queries in each run.
+        source: ``[]``, this rank's place in the ring.
+        ring: the ranks that keys go around; ``None``: every rank has all of them.
+    """
+
+    starts: Tensor
+    run: int
+    source: Tensor
+    ring: ProcessGroup | None
+
+    @staticmethod
+    def of(queries: int, groups: Groups, strips: Sequence[int], ring: ProcessGroup | None) -> Places:
+        """
+        Args:
+            queries: of the whole sequence.
+            groups, strips: that shard them, as :func:`autopar.runtime.spmd.rank_index.cut` takes them.
+        """
+        run, length = queries, queries
+        for group, count in zip(groups, strips or (1,) * len(groups), strict=True):
+            run, length = math.gcd(run, length // (count * group.size())), length // group.size()
+        with torch.device("cpu"), spmd.no_typecheck():
+            starts = cut(torch.arange(0, queries, run), groups, strips)
+            source = torch.zeros(1) if ring is None else cut(torch.arange(ring.size()), (ring,))
+        return Places(starts, run, source.squeeze(0), ring)
+
+    @property
+    def steps(self) -> int:
+        """How often this rank has other keys."""
+        return 1 if self.ring is None else self.ring.size()
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, places: Places
+) -> Tensor:
+    """Attention of this rank's queries to all keys.
+
+    Args:
+        query: ``[b, h, n, d]``.
+        key, value: ``[b, h or kv, m, d]`` and ``[b, h or kv, m, e]``; all of them, or those that this rank holds.
+        mask: broadcasts to ``[b, h, n, keys of all ranks]``; of booleans, or to be added to scores. It has no gradient.
+        causal: queries see keys at their own place and before; then there is no ``mask``.
+
+    Returns:
+        ``[b, h, n, e]``.
+    """
+    return _Attend.apply(query, key, value, mask, causal, scale, places)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        places: Places,
+    ) -> Tensor:
+        ctx.visit = visit = _Visits(causal, scale, places, _seen(mask, places.steps))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out, lse = _result(query, value, wide).zero_(), query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
+        held = _Packed.of(key, value, packs=places.steps > 1)
+        for step in range(places.steps):
+            coming = held.send(places.ring) if step + 1 < places.steps else None
+            out, lse = visit.forward(step, query, *held.parts, mask, out, lse)
+            held = coming() if coming is not None else held
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, out, lse)
+        return out
+
+    @staticmethod
+    def spmd_typecheck(*, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, places: Places) -> Any:
+        masks = () if mask is None else (mask,)
+        return spmd.rules.einsum(
+            f"bhqd,bgkd,bgke{',wxyz' * len(masks)}->bhqe", query, key, value, *masks, linear_in=(2,)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, out, lse = ctx.saved_tensors
+        visit, ring, steps, rest = ctx.visit, ctx.visit.places.ring, ctx.visit.places.steps, (mask, gradient, out, lse)
+        dq, held = torch.zeros_like(query, dtype=lse.dtype), _Packed.of(key, value, packs=steps > 1)
+        home, behind = held.zeros(lse.dtype), None
+        for step in range(steps):
+            coming = held.send(ring) if step + 1 < steps else None
+            found = held.zeros(lse.dtype) if step else home
+            dq, *_ = visit.backward(step, query, *held.parts, *rest, dq, *found.parts)
+            if behind is not None:
+                found.add(behind())
+            behind = found.send(ring) if step else None
+            held = coming() if coming is not None else held
+        if behind is not None:
+            home.add(behind())
+        dk, dv = home.parts
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Visits:
+    """What one rank does with the keys that it has at each step."""
+
+    causal: bool
+    scale: float
+    places: Places
+    seen: Tensor | None
+
+    def forward(self, step: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return each_rank(partial(self._forward, step), self.seen, self.places.starts, self.places.source, *tensors)
+
+    def backward(self, step: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return each_rank(partial(self._backward, step), self.seen, self.places.starts, self.places.source, *tensors)
+
+    def _forward(
+        self,
+        step: int,
+        seen: Tensor | None,
+        starts: Tensor,
+        source: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        for rows, keys, hidden, causal in self._pieces(step, seen, starts, source, key, mask):
+            piece = AttentionPiece(query[:, :, rows], key[:, :, keys], value[:, :, keys], hidden, causal, self.scale)
+            _merge(out[:, :, rows], lse[:, :, rows], *piece.forward())
+        return out, lse
+
+    def _backward(
+        self,
+        step: int,
+        seen: Tensor | None,
+        starts: Tensor,
+        source: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        gradient: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        for rows, keys, hidden, causal in self._pieces(step, seen, starts, source, key, mask):
+            piece = AttentionPiece(query[:, :, rows], key[:, :, keys], value[:, :, keys], hidden, causal, self.scale)
+            found = piece.backward(gradient[:, :, rows], out[:, :, rows], lse[:, :, rows])
+            for total, part, new in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
+                total[:, :, part] += new
+        return dq, dk, dv
+
+    def _pieces(
+        self, step: int, seen: Tensor | None, starts: Tensor, source: Tensor, key: Tensor, mask: Tensor | None
+    ) -> Iterator[tuple[slice, slice, Tensor | None, bool]]:
+        """The pieces of this step: queries, keys, their mask, whether they are causal."""
+        block, keys = (int(source) - step) % self.places.steps, key.shape[-2]
+        first = block * keys
+        if seen is not None and not seen[block]:
+            return
+        for rows, columns, causal in pieces(starts.tolist(), self.places.run, first, keys, self.causal):
+            yield rows, columns, None if mask is None else _part(mask, first, keys, key.dtype), causal
+
+
+def _part(mask: Tensor, first: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """A mask for some keys, to be added to scores."""
+    return additive(mask if mask.shape[-1] == 1 else mask[..., first : first + keys], dtype)
+
+
+def _seen(mask: Tensor | None, blocks: int) -> Tensor | None:
+    """``[blocks]``: whether any query of this rank sees anything of each block of keys."""
+    if mask is None or mask.is_meta or mask.shape[-1] == 1:
+        return None
+    shown = mask if mask.dtype == torch.bool else mask != -torch.inf
+    return shown.unflatten(-1, (blocks, -1)).transpose(-1, -2).flatten(0, -2).any(0).cpu()
+
+
+def _result(query: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """As kernels have it: heads lie in memory as those of queries do."""
+    if query.shape[-1] == value.shape[-1]:
+        return torch.empty_like(query, dtype=dtype)
+    batch, heads, rows, _ = query.shape
+    size = batch, rows, heads, value.shape[-1]
+    return query.new_empty(size, dtype=dtype).transpose(1, 2)
+
+
+def _merge(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> None:
+    """Add to what queries have seen, ``out`` and ``lse``, what they see in further keys."""
+    both = torch.logaddexp(lse, its_lse.to(lse.dtype))
+    base = both.masked_fill(both == -torch.inf, 0)
+    out.mul_((lse - base).exp().unsqueeze(-1)).add_(more * (its_lse - base).exp().unsqueeze(-1))
+    lse.copy_(both)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Keys and values, or their gradients.
+
+    Attributes:
+        parts: both.
+        whole: flat, both of them, of which they are views; ``None`` where they are not sent.
+    """
+
+    parts: tuple[Tensor, ...]
+    whole: Tensor | None
+
+    @staticmethod
+    def of(key: Tensor, value: Tensor, packs: bool) -> _Packed:
+        """``packs``: put them together, to be sent."""
+        if not packs:
+            return _Packed((key, value), None)
+        return _Packed.views(torch.cat([key.reshape(-1), value.reshape(-1)]), (key.shape, value.shape))
+
+    @staticmethod
+    def views(whole: Tensor, shapes: Sequence[torch.Size]) -> _Packed:
+        parts = whole.split([shape.numel() for shape in shapes])
+        return _Packed(tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True)), whole)
+
+    def zeros(self, dtype: torch.dtype) -> _Packed:
+        """Zeros for both."""
+        if self.whole is None:
+            return _Packed(tuple(torch.zeros_like(part, dtype=dtype) for part in self.parts), None)
+        return _Packed.views(torch.zeros_like(self.whole, dtype=dtype), self._shapes)
+
+    def add(self, more: _Packed) -> None:
+        """Add others to them."""
+        assert self.whole is not None and more.whole is not None
+        self.whole.add_(more.whole)
+
+    def send(self, ring: ProcessGroup | None) -> Callable[[], _Packed]:
+        """Send both to the next rank in a ring, as one message.
+
+        Returns:
+            What waits for those that the rank before sends.
+        """
+        assert ring is not None and self.whole is not None
+        arriving, shapes = shift(self.whole, ring), self._shapes
+        return lambda: _Packed.views(wait(arriving), shapes)
+
+    @property
+    def _shapes(self) -> list[torch.Size]:
+        return [part.shape for part in self.parts]

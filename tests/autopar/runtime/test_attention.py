@@ -1,0 +1,114 @@
+"""Attention whose queries are sharded along the sequence, on processes: exact, and nothing as long as it is kept.
+
+Every way to shard it is compared with the operator in ``test_layers``, rank by rank in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.measure.local_processes import LocalProcesses
+from autopar.runtime.layers import attention
+from planner.ops.attention import pieces
+
+LENGTH, HEADS, KV, HEAD = 256, 4, 2, 6
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that anything gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        made = found if isinstance(found, tuple) else (found,)
+        self.numel = max(self.numel, *(t.numel() if isinstance(t, Tensor) else 0 for t in made))
+        return found
+
+
+def operands() -> list[Tensor]:
+    """Query, key, value and a gradient, equal on all ranks; sharp, so that no block of keys is like another."""
+    torch.manual_seed(0)
+    sizes = ((HEADS, HEAD), (KV, HEAD), (KV, 10), (HEADS, 10))
+    return [2 * torch.randn(2, heads, LENGTH, size, dtype=torch.float64) for heads, size in sizes]
+
+
+def attends(kind: str, causal: bool) -> tuple[float, ...]:
+    """Attention on all ranks, against one: the largest error of the result and of each gradient.
+
+    Asserts that nothing of the size of scores is made, and that what is saved are shards.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    ranks, rank = group.size(), group.rank()
+    whole = operands()
+    wholes = [t.clone().requires_grad_() for t in whole[:3]]
+    expected = scaled_dot_product_attention(*wholes, is_causal=causal, enable_gqa=True)
+    gradients = torch.autograd.grad(expected, wholes, whole[3])
+    is_ring = kind == "ring"
+    mine = [t.chunk(ranks, 2)[rank] if is_ring or at in (0, 3) else t for at, t in enumerate(whole)]
+    mine = [t.contiguous().requires_grad_(at < 3) for at, t in enumerate(mine)]
+    saved: list[Tensor] = []
+    with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        ring = {"ring_groups": (group,)} if is_ring else {}
+        out = attention(*mine[:3], is_causal=causal, enable_gqa=True, query_groups=(group,), **ring)
+        found = torch.autograd.grad(out, mine[:3], mine[3])
+    assert largest.numel < LENGTH // ranks * LENGTH, "no scores, and no mask"
+    if is_ring:
+        kept = {id(t): t.numel() for t in saved}
+        assert sum(kept.values()) == sum(t.numel() for t in (*mine[:3], out)) + out.numel() // 10, "shards and the lse"
+    errors = [_error(out, expected.chunk(ranks, 2)[rank])]
+    for at, (each, right) in enumerate(zip(found, gradients, strict=True)):
+        if at and not is_ring:  # a term of a sum
+            dist.all_reduce(each, group=group)
+        errors.append(_error(each, right.chunk(ranks, 2)[rank] if is_ring or not at else right))
+    return tuple(errors)
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    expected = expected.detach()
+    return float((found.detach() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalProcesses]:
+    with LocalProcesses(4, ("torch", "tests.autopar.runtime.test_attention"), timeout_s=60) as processes:
+        yield processes
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["gather", "ring"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equals_attention_on_one_device(pool: LocalProcesses, ranks: int, kind: str) -> None:
+    """No gradient is divided by the ranks, and every block of keys is met once."""
+    for causal in (True, False) if kind == "ring" else (True,):  # without, the operator itself runs
+        for errors in pool.run(attends, kind, causal, ranks=ranks):
+            assert max(errors) < 1e-13, (causal, errors)
+
+
+def test_pieces_of_a_causal_mask() -> None:
+    """Every pair of a query and a key that it sees is in one piece, and no other."""
+    for starts, run, first, keys in (
+        ([8], 4, 0, 16),
+        ([0, 8], 4, 4, 4),
+        ([4], 4, 4, 4),
+        ([12], 4, 0, 8),
+        ([0], 8, 4, 4),
+    ):
+        seen = torch.zeros(len(starts) * run, keys, dtype=torch.int64)
+        for rows, columns, causal in pieces(starts, run, first, keys, True):
+            block = seen[rows, columns]
+            assert block.numel() and (not causal or block.shape[0] == block.shape[1])
+            block += torch.ones_like(block).tril() if causal else 1
+        places = torch.cat([torch.arange(start, start + run) for start in starts])
+        assert torch.equal(seen, (places.unsqueeze(1) >= torch.arange(first, first + keys)).long())

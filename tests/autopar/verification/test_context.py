@@ -1,0 +1,86 @@
+"""Whole models whose sequence is sharded, attending in each way, against the original in float64.
+
+All ranks are in one process: outputs, every gradient, the types of the program and each collective are compared. The
+same on real processes is in ``tests/autopar/driver/test_processes.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from tests.autopar import models
+from tests.autopar.models import Batch
+from tests.autopar.workers import cluster_of
+
+LENGTH, SMALL = 16, {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+OTHERS = ("data", "tensor", "pipeline")
+
+
+def qwen3() -> nn.Module:
+    """Norms of queries and keys; a head is larger than its part of the hidden size."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(num_hidden_layers=2, head_dim=12, vocab_size=64, max_position_embeddings=32, **SMALL)
+    return Qwen3ForCausalLM(config)
+
+
+def mistral() -> nn.Module:
+    """Sliding windows that are shorter than a rank's part of the sequence."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(
+        MistralConfig(num_hidden_layers=2, vocab_size=64, sliding_window=3, max_position_embeddings=32, **SMALL)
+    )
+
+
+def bert() -> nn.Module:
+    """Dropping nothing of attention, which no ring does."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    config = BertConfig(vocab_size=64, num_hidden_layers=2, attention_probs_dropout_prob=0.0, **sizes)
+    return BertForMaskedLM(config)
+
+
+def padded() -> Batch:
+    """Texts of different lengths, one of them in the part of the first rank alone."""
+    ids = torch.randint(0, 64, (4, LENGTH))
+    seen = (torch.arange(LENGTH) < torch.tensor([16, 3, 11, 8]).unsqueeze(1)).long()
+    return {"input_ids": ids, "attention_mask": seen, "labels": ids.masked_fill(seen == 0, -100)}
+
+
+def text() -> Batch:
+    ids = torch.randint(0, 64, (4, LENGTH))
+    return {"input_ids": ids, "labels": ids}
+
+
+CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]] = [
+    (models.llama, text, {"context": 4, "context_kind": "ring"}),
+    (models.llama, text, {"context": 2, "context_kind": "gather", "tensor": 2, "recompute": "full"}),
+    (models.llama, text, {"context": 2, "context_kind": "ring", "pipeline": 2, "micro_batches": 2}),
+    (models.llama, padded, {"context": 2, "context_kind": "ulysses", "data": 2, "zero": 3}),
+    (qwen3, text, {"context": 2, "context_kind": "ring", "data": 2, "zero": 3, "recompute": "full"}),
+    (mistral, text, {"context": 4, "context_kind": "ring"}),
+    (bert, padded, {"context": 4, "context_kind": "ring"}),
+    (bert, padded, {"context": 2, "context_kind": "ring", "tensor": 2, "sequence_parallel": True}),
+]
+
+
+@pytest.mark.parametrize(
+    "model, batch, pin", CASES, ids=lambda each: each.__name__ if callable(each) else "-".join(map(str, each.values()))
+)
+def test_equals_the_original(model: Callable[[], nn.Module], batch: Callable[[], Batch], pin: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    ranks = pin["context"]
+    for name in OTHERS:
+        ranks *= pin.get(name, 1)
+    found = autopar.verify(
+        model(), cluster_of(ranks), example_kwargs=batch(), pin={"pipeline": 1, "micro_batches": 1, **pin}
+    )
+    assert found.verdict == "verified", str(found)

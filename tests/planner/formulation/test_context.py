@@ -1,0 +1,145 @@
+"""The ways in which the ranks of a context axis attend: what each moves, what it takes, and when it cannot be had."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from planner.base.errors import PinError
+from planner.cost.cluster import ClusterSpec
+from planner.cost.kernels import Attention
+from planner.cost.model import CostModel
+from planner.ir.graph import Graph
+from planner.ops.attention import QueryShards
+from planner.plan.plan import Plan
+from tests.planner.plans import Build, cluster, plan_of, unwrapped
+
+BATCH, LENGTH, HEADS, KV, SIZE, ITEM = 2, 64, 8, 4, 16, 4
+
+
+def layer(heads: int = HEADS, kv: int = KV, **given: Any) -> Graph:
+    """Grouped attention of three projections of one input; ``given``: other arguments of the operator."""
+    b = Build()
+    x = b.leaf("x", BATCH, LENGTH, heads * SIZE)
+
+    def projected(name: str, count: int) -> Any:
+        made = b.linear(name, x, count * SIZE, name)
+        shape = BATCH, LENGTH, count, SIZE
+        split = b.call(f"{name}_heads", "view.default", *shape, self=made, size=shape)
+        return b.call(f"{name}_first", "transpose.int", BATCH, count, LENGTH, SIZE, self=split, dim0=1, dim1=2)
+
+    q, k, v = projected("q", heads), projected("k", kv), projected("v", kv)
+    mask = b.leaf("bias", 1, heads, LENGTH, LENGTH, op="param", target="bias") if given.pop("biased", False) else None
+    args = {"attn_mask": mask, "dropout_p": 0.0, "is_causal": mask is None, "scale": None, "enable_gqa": True, **given}
+    out = b.call(
+        "a", "scaled_dot_product_attention.default", BATCH, heads, LENGTH, SIZE, path="attn", query=q, key=k, value=v,
+        **args,
+    )  # fmt: skip
+    return b.mean(out)
+
+
+def planned(kind: str, ranks: int = 4, **given: Any) -> Plan:
+    return plan_of(layer(**given), cluster(ranks), {"context": ranks, "context_kind": kind})
+
+
+def sent_bytes(plan: Plan, ranks: int) -> float:
+    """What each rank sends in a step along the ring of a collective, sums of weights' gradients and losses aside."""
+    share = (ranks - 1) / ranks
+    often = {"all_gather": ranks - 1, "reduce_scatter": share, "all_to_all": share, "send": 1}
+    calls = [(call, count) for call, count in plan.predicted.collectives if call.kind != "all_reduce"]
+    return sum(often[call.kind] * call.bytes_in * count for call, count in calls)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_volumes(ranks: int) -> None:
+    """Elements of ``b s h d``: keys and values gathered and their gradients scattered; around, around again, and their
+    gradients around; all four of attention's tensors to heads and back (Jacobs et al. 2023).
+    """
+    each, share = BATCH * LENGTH * SIZE * ITEM, (ranks - 1) / ranks
+    assert sent_bytes(planned("gather", ranks), ranks) == 2 * share * 2 * KV * each
+    assert sent_bytes(planned("ring", ranks), ranks) == 3 * share * 2 * KV * each
+    assert sent_bytes(planned("ulysses", ranks), ranks) == 2 * share * (2 * HEADS + 2 * KV) * each / ranks
+
+
+def test_calls() -> None:
+    """Keys and values are one message, sent to the next rank as often as there are others."""
+    calls = [call for call in planned("ring").predicted.collectives if call[0].kind == "send"]
+    part = BATCH * LENGTH // 4 * KV * 2 * SIZE * ITEM
+    assert sorted((call.phase, call.bytes_in, count) for call, count in calls) == [
+        ("backward", part, 6),
+        ("forward", part, 3),
+    ]
+    calls = [call for call in planned("ulysses").predicted.collectives if call[0].kind == "all_to_all"]
+    assert sum(count for _, count in calls) == 8
+
+
+@pytest.mark.parametrize("kind, told", [
+    ("gather", "context parallel: keys gathered"), ("ring", "context parallel: ring attention"),
+    ("ulysses", "context parallel: Ulysses"),
+])  # fmt: skip
+def test_reports_name_it(kind: str, told: str) -> None:
+    plan = planned(kind)
+    assert f"Splits the sequence over all 4 processes ({told})" in unwrapped(plan)
+    assert ("within 3 x send context 16.0 KiB forward" in unwrapped(plan.explain("attn"))) == (kind == "ring")
+
+
+# ---- what it takes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shards", [QueryShards(4), QueryShards(4, strips=2), QueryShards(4, ring=4), QueryShards(8, ring=2)]
+)
+def test_the_last_rank_is_the_busiest(shards: QueryShards) -> None:
+    """The pairs of its pieces, counted one by one where it sees keys up to its own place, over the average."""
+    length = 64
+    queries, keys = length // shards.ranks, length // shards.ring
+    found = shards.pieces(queries, keys, causal=True)
+    pairs = sum(times * (n * (n + 1) // 2 if is_causal else n * m) for (n, m, is_causal), times in found.items())
+    strip, run = length // shards.strips, queries // shards.strips
+    rows = [strip * (number + 1) - run + row for number in range(shards.strips) for row in range(run)]
+    assert pairs == sum(row + 1 for row in rows)
+    halves = sum(times * n * m / (2 if is_causal else 1) for (n, m, is_causal), times in found.items())
+    assert math.isclose(halves, length * queries / 2 * shards.busiest)
+
+
+def test_pieces_are_priced_as_they_run() -> None:
+    """By hand: of 1,024 places the last of 4 ranks meets its 256 with themselves, and with 768 at once or in turn."""
+    spec = cluster(4)
+    assert QueryShards(4).pieces(256, 1024, True) == {(256, 256, True): 1, (256, 768, False): 1}
+    assert QueryShards(4, ring=4).pieces(256, 256, True) == {(256, 256, True): 1, (256, 256, False): 3}
+    assert QueryShards(4, ring=4).pieces(256, 256, False) == {(256, 256, False): 4}
+    square, rest = Attention(8, 256, 256, 64, True), Attention(8, 256, 768, 64, False)
+    cost = CostModel(spec)
+    flops = 4 * 8 * 64 * (256 * 256 / 2 + 256 * 768)
+    start_s = 2 * spec.device.launch_overhead_s
+    found_s = sum(cost.compute_s(0.0, 0.0, "float32", kernel=kernel) for kernel in (square, rest))
+    assert math.isclose(found_s - start_s, flops / (spec.device.peak("float32") * spec.device.attention_efficiency[0]))
+
+
+def test_what_goes_around_is_hidden_where_links_and_cores_are_apart() -> None:
+    """Seven messages forward, twice as many backward; of which computing hides all but gradients' last, or nothing."""
+    found = {}
+    for overlap in (0.0, 1.0):
+        spec = ClusterSpec.preset("dgx-h100").model_copy(update={"overlap": overlap})
+        plan = plan_of(layer(), spec, {"context": 8, "context_kind": "ring"})
+        (op,) = (op for block in plan.account.blocks for name, op in block.ops.items() if "attention" in name)
+        found[overlap] = op.inner_s
+    part = BATCH * LENGTH // 8 * KV * 2 * SIZE * ITEM
+    message_s = CostModel(spec).collective_s("send", plan.mesh.axes[0], part)
+    assert math.isclose(found[0.0], 21 * message_s) and math.isclose(found[1.0], message_s)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, given, message", [
+    ("ring", {"dropout_p": 0.1}, r"'ring', but attention 'attn' drops weights of keys \(dropout_p=0.1\).* pin 'ga"),
+    ("ring", {"biased": True}, "'ring', but attention 'attn' has a mask that is trained"),
+    ("ulysses", {"heads": 6, "kv": 3}, "'attn' has 6 heads, in groups that share 3 heads of keys and values, which 4"),
+])  # fmt: skip
+def test_what_cannot_be_had_is_refused(kind: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        planned(kind, **given)
+    assert planned("gather", **given).predicted.step_time_s > 0
