@@ -19,6 +19,7 @@ from autopar.capture.passes.dead_code import dead_code
 from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.functionalization import functionalization
 from autopar.capture.passes.identity_indexing import identity_indexing
+from autopar.capture.passes.in_place_arithmetic import in_place_arithmetic
 from autopar.capture.passes.linear_copies import linear_copies
 from autopar.capture.passes.literal_copies import literal_copies
 from autopar.capture.passes.no_grad_regions import no_grad_regions
@@ -50,6 +51,7 @@ def passes(model: nn.Module, repeats: Repeats) -> tuple[Pass, ...]:
     return (
         # On the graph of torch.
         no_grad_regions,  # before functionalization, which forgets where gradients were off
+        in_place_arithmetic,  # before functionalization, which is not needed then
         functionalization,  # before signature_check: only now the signature tells what is written to
         signature_check,
         partial(region_inlining, model=model),  # before all that look at one flat graph
