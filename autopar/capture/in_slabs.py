@@ -88,9 +88,9 @@ class _Grouping:
         ids = self._ids(columns)
         bags: dict[str, fx.Node] = {}
         slabs = []
-        for (each, count, features, trains), parts in self._groups(counts, columns).items():
+        for (each, count, features, *_), parts in self._groups(counts, columns).items():
             name = f"{SLABS_NAME}_{each}s_{features}"
-            made, found = self._look_up(ids, name, count, features, trains, parts, multiple)
+            made, found = self._look_up(ids, name, count, features, parts, multiple)
             slabs.append(made)
             bags |= found
         for name, lookup in self.placed.items():
@@ -137,11 +137,11 @@ class _Grouping:
 
     def _groups(
         self, counts: Mapping[str, int], columns: Mapping[str, int]
-    ) -> dict[tuple[str, int, int, bool], list[_Columns]]:
-        """Parts that lie in the slabs of one parameter: what has a slab each, how many there are, their features, and
-        whether they are trained.
+    ) -> dict[tuple[str, int, int, bool, torch.dtype], list[_Columns]]:
+        """Parts that lie in the slabs of one parameter: what has a slab each, how many there are, their features,
+        whether they are trained, and their dtype.
         """
-        found: dict[tuple[str, int, int, bool], list[_Columns]] = defaultdict(list)
+        found: dict[tuple[str, int, int, bool, torch.dtype], list[_Columns]] = defaultdict(list)
         for name, lookup in self.placed.items():
             plan, table = self.plans[name], lookup.table
             features, left = divmod(table.features, max(1, len(plan.slabs)))
@@ -151,23 +151,24 @@ class _Grouping:
                     f"the plan has the {table.features} features of table {name!r} in slabs {list(plan.slabs)} of "
                     f"{count}: slabs are different ones, and share them evenly; plan again"
                 )
-            key = SLABS[plan.kind], count, features, self.leaf[name].value.requires_grad
+            weight = self.leaf[name].value
+            key = SLABS[plan.kind], count, features, weight.requires_grad, weight.dtype
             for number, slab in enumerate(plan.slabs):
                 found[key].append(_Columns(lookup, slab, number * features, columns[name]))
         return found
 
     def _look_up(
-        self, ids: fx.Node, name: str, count: int, features: int, trains: bool, parts: Sequence[_Columns], multiple: int
+        self, ids: fx.Node, name: str, count: int, features: int, parts: Sequence[_Columns], multiple: int
     ) -> tuple[Slabs, dict[str, fx.Node]]:
         """The bags of all tables of some slabs, ``[batch, bags * features]``."""
         inside = [[part for part in parts if part.slab == slab] for slab in range(count)]
         rows = max(sum(part.lookup.table.rows for part in each) for each in inside) + 1
         rows = -(-rows // multiple) * multiple
-        name = name if trains else f"{name}_frozen"
+        first = self.leaf[parts[0].lookup.table.name].value  # whose dtype, and whether it trains, all of them share
+        name, dtype, trains = name if first.requires_grad else f"{name}_frozen", first.dtype, first.requires_grad
         while name in self.taken:
             name += "_"
         self.taken.add(name)
-        dtype = self.leaf[parts[0].lookup.table.name].value.dtype
         weight = torch.empty(count, rows, features, dtype=dtype, device="meta", requires_grad=trains)
         slabs = Slabs(name, (count, rows, features), dtype, tuple(_places(inside, parts)))
         held = self._leaf("param", name, weight)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.driver.arguments import say
@@ -77,12 +78,13 @@ def _has_large(traced: Traced) -> bool:
 
 
 def _placed(traced: Traced, cluster: ClusterSpec, pins: Pins, training: Training) -> TablesPlan | None:
-    """The placement; ``None`` where tables do not fit beside the rest of the model, held whole by every rank.
+    """The placement; ``None`` where nobody pinned one and tables do not fit beside the rest of the model, held whole by
+    every rank. Tables that other pins decide are left out.
 
     Raises:
         PinError: as :func:`with_tables`.
     """
-    found = lookups(traced.graph)
+    found = [each for each in lookups(traced.graph) if not _is_pinned_alone(each.table.name, pins)]
     names = {each.table.name for each in found}
     unknown = [f", and {glob!r} is none" for glob in pins.tables if not any(is_of(glob, name) for name in names)]
     if unknown or not names:
@@ -95,9 +97,14 @@ def _placed(traced: Traced, cluster: ClusterSpec, pins: Pins, training: Training
     kept = sum(t.numel * (2 * t.item_bytes + training.optimizer_bytes_per_element) for t in others)
     state = training.optimizer_bytes_per_element // found[0].table.item_bytes
     held = {"*": (*SLABS,)} if pins.sizes.get("table", 1) > 1 else {}
-    try:
-        return plan_tables(found, cluster, state, cluster.device.usable_bytes - kept, {**pins.tables, **held})
-    except InfeasibleError:
-        if pins.tables or held:
-            raise
-        return None
+    pinned, usable = {**pins.tables, **held}, cluster.device.usable_bytes
+    with contextlib.suppress(InfeasibleError):
+        return plan_tables(found, cluster, state, usable - kept, pinned)
+    # The rest may be sharded too, which the search will tell.
+    return plan_tables(found, cluster, state, usable, pinned) if pinned else None
+
+
+def _is_pinned_alone(name: str, pins: Pins) -> bool:
+    """Whether a pin says how the look-ups of one table run, or how it is stored."""
+    stored = pins.zero if isinstance(pins.zero, Mapping) else {}
+    return any(glob != "*" and is_of(glob, name) for glob in (*pins.layers, *stored))

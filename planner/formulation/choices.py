@@ -114,7 +114,9 @@ def _laid(layouts: list[Layout]) -> Laid:
 
 
 def choices_of(graph: Graph, node: Node, mesh: Mesh, ways: list[Ways]) -> Choices:
-    """Every combination of ways to run ``node``, one for each axis, whose local shapes are even, without repeats."""
+    """Every combination of ways to run ``node``, one for each axis, whose local shapes are even, without repeats; at
+    most one passes anything around its ranks.
+    """
     tensors, operands = (*graph.input_types(node), *node.results), len(node.inputs)
     strategies, types = [], []
     for each in ways:
@@ -132,6 +134,8 @@ def choices_of(graph: Graph, node: Node, mesh: Mesh, ways: list[Ways]) -> Choice
         places.append(grids[key])
     shape = tuple(map(len, strategies))
     is_even = np.logical_and.reduce([grid.is_even for grid in places], axis=0) if places else np.ones(shape, bool)
+    rings = [np.array([any(call.around for call in each.inner) for each in several], int) for several in strategies]
+    is_even &= sum(np.ix_(*rings), np.zeros(shape, int)) <= 1
     taken = np.stack(np.nonzero(is_even))
     found = {id(grid): grid.laid(is_even) for grid in grids.values()}
     laid = tuple(found[id(grid)] for grid in places)

@@ -263,7 +263,9 @@ class Plan(Document):
         staged = None if self.assignment is None else restage(self, self.assignment)
 
         def described(found: Searched, limit_bytes: int) -> Plan:
-            return describe_search(found, self.model, self.pin, {}, self.search.max_axes, time_limit_s, limit_bytes)
+            plan = describe_search(found, self.model, self.pin, {}, self.search.max_axes, time_limit_s, limit_bytes)
+            tables = None if self.tables is None or not self.tables.in_slabs else replace(self.tables, other_s=None)
+            return replace(plan, tables=tables, decided=found.assignment)
 
         return pareto(self, staged, described, points=points, time_limit_s=time_limit_s, gap=gap, progress=progress)
 
@@ -629,7 +631,7 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
         bound = plan.objective_s * (1 - search.gap)
         search = replace(search, status="edited", gap=max(0.0, 1 - bound / step_s))
     found = describe(assignment, plan.model, plan.pin, predicted, search, staged, transfer_schedules)
-    return found if plan.rebinding is None else replace(found, rebinding=plan.rebinding, decided=assignment)
+    return replace(found, rebinding=plan.rebinding, tables=plan.tables, decided=assignment)
 
 
 def _entry(values: tuple[str, ...], position: int) -> str | None:

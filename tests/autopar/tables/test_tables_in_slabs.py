@@ -56,6 +56,30 @@ def test_it_is_verified(pin: dict[str, Any]) -> None:
     assert {*found.agreement.gradients} == {name for name, _ in model.named_parameters()}
 
 
+def test_plans_made_of_a_plan_say_where_its_tables_lie() -> None:
+    plan = dlrm.planned(CASES["table"])
+    evaluated = autopar.evaluate(dlrm.model(), Plan.from_dict(plan.to_dict()), example_kwargs=dlrm.batch())
+    assert evaluated.tables == plan.tables and evaluated.to_dict()["parameters"] == plan.to_dict()["parameters"]
+    for point in evaluated.pareto(2, time_limit_s=5).points:
+        assert point.plan.tables is not None and point.plan.tables.tables == plan.tables.tables
+        autopar.evaluate(dlrm.model(), Plan.from_dict(point.plan.to_dict()), example_kwargs=dlrm.batch())
+
+
+def test_tables_of_two_dtypes_do_not_share_a_slab() -> None:
+    model, batch = dlrm.model(), dlrm.batch()
+    model.tables.emb[0].float()
+    plan = autopar.plan(model, dlrm.nodes_of_two(), example_kwargs=batch, pin=CASES["table"])
+    assert sum(name.startswith("embedding_slabs") for name in plan.parameters) == 2
+    assert autopar.verify(model, plan, example_kwargs=batch).agreement.agrees()
+
+
+def test_tables_that_other_pins_decide_are_left_out_of_slabs() -> None:
+    pin = {"table": 2, "tensor": 2, "layers": {"tables.emb.0": {"tensor": "v"}}}
+    plan = dlrm.planned(pin)
+    assert plan.tables is not None and "tables.emb.0.weight" not in plan.tables.tables
+    assert len(plan.tables.in_slabs) == len(dlrm.SIZES) - 1
+
+
 @pytest.mark.processes
 def test_tables_initialise_themselves_on_the_meta_device(pool: LocalProcesses) -> None:
     plans = [dlrm.planned(CASES[name]).to_dict() for name in ("each in its own", "data")]

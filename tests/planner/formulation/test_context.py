@@ -11,7 +11,10 @@ from planner.base.errors import PinError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import Attention
 from planner.cost.model import CostModel
+from planner.formulation.choices import choices_of
+from planner.formulation.strategies import axis_ways, rule_of
 from planner.ir.graph import Graph
+from planner.ir.layout import Axis, Mesh
 from planner.ops.attention import QueryShards
 from planner.plan.plan import Plan
 from tests.planner.plans import Build, cluster, plan_of, unwrapped
@@ -83,6 +86,17 @@ def test_reports_name_it(kind: str, told: str) -> None:
     plan = planned(kind)
     assert f"Splits the sequence over all 4 processes ({told})" in unwrapped(plan)
     assert ("within 3 x send context 16.0 KiB forward" in unwrapped(plan.explain("attn"))) == (kind == "ring")
+
+
+def test_keys_go_around_one_axis_at_most() -> None:
+    """Two axes may share the queries, and one of them pass keys around."""
+    graph = layer()
+    node, axes = graph.by_name["a"], (Axis("outer", 2, 2), Axis("inner", 2, 1))
+    rule, mesh = rule_of(graph, node), Mesh(axes)
+    ways = axis_ways(graph, node, rule, mesh, tuple({} for _ in (*rule.operands, *rule.results)), None, {})
+    rings = [[s.way.name == "ring" for s in choice.axes] for choice in choices_of(graph, node, mesh, ways)]
+    shared = [[s.sharded.startswith("query") for s in choice.axes] for choice in choices_of(graph, node, mesh, ways)]
+    assert {sum(each) for each in rings} == {0, 1} and [True, True] in shared
 
 
 # ---- what it takes ---------------------------------------------------------------------------------------------------
