@@ -39,12 +39,13 @@ def in_slabs(
     Raises:
         PlanError: the model has no such tables.
     """
-    placed = {each.table.name: each for each in found if each.table.name in plans}
-    if missing := [name for name in plans if name not in placed]:
+    by_name = {each.table.name: each for each in found}
+    if missing := [name for name in plans if name not in by_name]:
         raise PlanError(
             f"the plan has table {missing[0]!r} in a slab, and the model does not look it up by itself, in plain "
             "bags: plan again"
         )
+    placed = {name: by_name[name] for name in plans}  # in the plan's order, in which they lie in slabs
     graph = expand(captured.program)
     grouping = _Grouping(graph, captured.program, placed, plans)
     counts = {"rank": ranks, "node": nodes}

@@ -131,7 +131,7 @@ def plan_traced(
     if pins.micro_batched:
         traced.check_micro_batched()
 
-    def search(traced: Traced) -> Plan:
+    def search(traced: Traced, time_limit_s: float) -> Plan:
         """The fastest plan of a program whose tables lie where they shall be."""
         say(progress, f"planning {len(traced.graph.nodes)} graph nodes for {cluster.world_size} devices")
         request = Request(
@@ -148,7 +148,7 @@ def plan_traced(
         seconds = {"capture": traced.capture_s}
         return describe_search(found, traced.facts, pins.to_dict(), seconds, max_axes, time_limit_s)
 
-    return with_tables(traced, cluster, pins, training, search, progress)
+    return with_tables(traced, cluster, pins, training, time_limit_s, search, progress)
 
 
 def evaluate(

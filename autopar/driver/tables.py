@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.driver.arguments import say
 from autopar.driver.trace import Traced
-from planner.base.errors import InfeasibleError, PinError
+from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.base.formatting import in_seconds
 from planner.base.globs import is_of
 from planner.cost.cluster import ClusterSpec
@@ -16,11 +16,13 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.plan.plan import Plan
 from planner.search.search_context import Progress
-from planner.tables.lookups import lookups
+from planner.tables.lookups import TableLookup, lookups
 from planner.tables.tables_plan import SLABS, TablesPlan, plan_tables
 
 MOST = 0.5
 """Where tables are so large a part of all parameters, placements of them are tried, whether or not that is pinned."""
+PLACING = 0.1
+"""Part of the time limit in which tables are placed."""
 
 
 def with_tables(
@@ -28,33 +30,44 @@ def with_tables(
     cluster: ClusterSpec,
     pins: Pins,
     training: Training,
-    search: Callable[[Traced], Plan],
+    time_limit_s: float,
+    search: Callable[[Traced, float], Plan],
     progress: Progress | None,
 ) -> Plan:
     """The faster of two plans: with every table decided as any other operator, and with tables in slabs.
 
     Where pins give tables slabs, or ranks to hold them, there is the second one alone.
 
+    Args:
+        time_limit_s: of both together, of which placing takes :data:`PLACING` at most, about.
+        search: plans a program in so many seconds.
+
     Raises:
         PinError: pins are of tables that the model does not have, or that have not the dimensions that are pinned.
         InfeasibleError: neither fits.
     """
     is_pinned = bool(pins.tables) or pins.sizes.get("table", 1) > 1
-    tables = _placed(traced, cluster, pins, training) if is_pinned or _has_large(traced) else None
+    found = [each for each in lookups(traced.graph) if not _is_pinned_alone(each.table.name, pins)]
+    is_tried = is_pinned or _are_most(found, traced)
+    tables = _placed(found, traced, cluster, pins, training, PLACING * time_limit_s) if is_tried else None
+    if is_tried and tables is None:
+        say(progress, "no slabs for embedding tables: they do not fit beside the rest of the model, held whole")
     if tables is None or not tables.in_slabs:
-        return search(traced)
+        return search(traced, time_limit_s)
+    each_s = (1 - PLACING) * time_limit_s / (1 if is_pinned else 2)
     plain, error = None, None
     if not is_pinned:
         try:
-            plain = search(traced)
-        except InfeasibleError as found:
-            error = found
+            plain = search(traced, each_s)
+        except InfeasibleError as infeasible:
+            error = infeasible
     say(progress, f"planning with {len(tables.in_slabs)} embedding tables in slabs")
     try:
-        placed = search(traced.placing(tables, cluster))
-    except InfeasibleError as found:
+        placed = search(traced.placing(tables, cluster), each_s)
+    except (ClusterError, InfeasibleError) as refused:
         if plain is None:
-            raise error or found from found
+            raise error or refused from refused
+        say(progress, "in slabs nothing fits")
         return plain
     if plain is None:
         return _saying(placed, tables)
@@ -70,21 +83,27 @@ def _saying(plan: Plan, tables: TablesPlan) -> Plan:
     return replace(plan, tables=tables, decided=plan.assignment)
 
 
-def _has_large(traced: Traced) -> bool:
+def _are_most(found: Sequence[TableLookup], traced: Traced) -> bool:
     """Whether several tables together are most of a model."""
-    found = [each.table.rows * each.table.features for each in lookups(traced.graph)]
+    sizes = [each.table.rows * each.table.features for each in found]
     whole = sum(leaf.results[0].numel for leaf in traced.graph.leaves if leaf.op == "param")
-    return len(found) > 1 and sum(found) > MOST * whole
+    return len(sizes) > 1 and sum(sizes) > MOST * whole
 
 
-def _placed(traced: Traced, cluster: ClusterSpec, pins: Pins, training: Training) -> TablesPlan | None:
+def _placed(
+    found: Sequence[TableLookup],
+    traced: Traced,
+    cluster: ClusterSpec,
+    pins: Pins,
+    training: Training,
+    time_limit_s: float,
+) -> TablesPlan | None:
     """The placement; ``None`` where nobody pinned one and tables do not fit beside the rest of the model, held whole by
     every rank. Tables that other pins decide are left out.
 
     Raises:
         PinError: as :func:`with_tables`.
     """
-    found = [each for each in lookups(traced.graph) if not _is_pinned_alone(each.table.name, pins)]
     names = {each.table.name for each in found}
     unknown = [f", and {glob!r} is none" for glob in pins.tables if not any(is_of(glob, name) for name in names)]
     if unknown or not names:
@@ -96,12 +115,13 @@ def _placed(traced: Traced, cluster: ClusterSpec, pins: Pins, training: Training
     others = [leaf.results[0] for leaf in traced.graph.leaves if leaf.op == "param" and leaf.target not in names]
     kept = sum(t.numel * (2 * t.item_bytes + training.optimizer_bytes_per_element) for t in others)
     state = training.optimizer_bytes_per_element // found[0].table.item_bytes
-    held = {"*": (*SLABS,)} if pins.sizes.get("table", 1) > 1 else {}
-    pinned, usable = {**pins.tables, **held}, cluster.device.usable_bytes
+    pinned, usable = dict(pins.tables), cluster.device.usable_bytes
+    if pins.sizes.get("table", 1) > 1:
+        pinned.setdefault("*", (*SLABS,))
     with contextlib.suppress(InfeasibleError):
-        return plan_tables(found, cluster, state, usable - kept, pinned)
+        return plan_tables(found, cluster, state, usable - kept, pinned, time_limit_s)
     # The rest may be sharded too, which the search will tell.
-    return plan_tables(found, cluster, state, usable, pinned) if pinned else None
+    return plan_tables(found, cluster, state, usable, pinned, time_limit_s) if pinned else None
 
 
 def _is_pinned_alone(name: str, pins: Pins) -> bool:

@@ -214,8 +214,8 @@ class ParallelModule(Fronts):
         made = make_optimizer(
             make,
             {self._everywhere[name]: parameter for name, parameter in self.named_parameters()},
-            {name: first for name, first in self._everywhere.items() if first not in buffers}
-            | {name: each.name for each in self.slabs for name in each.tables},
+            {name: first for name, first in self._everywhere.items() if first not in buffers},
+            {name: each.name for each in self.slabs for name in each.tables},
             self.pipeline is not None or any(_is_cut(parameter) for parameter in self.parameters()),
             groups,
             options,

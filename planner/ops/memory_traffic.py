@@ -1,7 +1,7 @@
 """Memory traffic: how often an operator reads and writes its tensors, forward and backward.
 
 ``(Node, readers of its block) -> passes over each operand and result``. Forward reads operands and writes results and
-what it keeps of its own, such as dropout's mask; of a table a row for each id that is looked up, and at most all.
+what it keeps of its own, such as dropout's mask; of a table a row for each id that is looked up.
 Backward reads the gradients of results and what was kept, and writes the gradients of operands, one pass for each of
 them as autograd's kernels do. What is passed on, not computed (the gradient of a sum's operand), is free; what autograd
 runs besides an operator's own kernels is not: it sums gradients of biases and of what was expanded, puts those of parts
@@ -70,8 +70,8 @@ def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_cpu: bo
         own = _own(row, node, types, on_cpu)
         if own:
             forward[0] += own
-        if row.looks_up == "rows" and (looked := types[1].numel * types[0].shape[-1]) < types[0].numel:
-            forward[0], forward[-1] = 0.0, 1 + looked / node.results[0].numel
+        if row.looks_up == "rows":
+            forward[0], forward[-1] = 0.0, 1 + types[1].numel * types[0].shape[-1] / node.results[0].numel
         if row.flops is no_flops:
             backward = _streamed(row, node, types, own)
         else:

@@ -62,7 +62,7 @@ def pareto_front(begun: SearchBegun, first: Corner, points: int) -> tuple[tuple[
     while not begun.context.is_late():
         limit_bytes = front.lower_limit or front.limit_between
         if not limit_bytes:
-            return front.bounded, "complete"
+            return front.bounded, "complete" if front.is_proved else "time"
         if len(front.corners) == points:
             return front.bounded, "points"
         front.search(limit_bytes, points)
@@ -93,6 +93,11 @@ class _KnownCorners:
             )
             for corner in self.corners
         )
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether no plan is faster than any of the corners by more than the gap."""
+        return all(each.bound_s >= each.step_s * (1 - self._gap) for each in self.bounded)
 
     def _holds(self, limit_bytes: int, bound_s: float) -> bool:
         """Whether no plan that fits within a limit is faster than what was proved there: a search adds up bytes that

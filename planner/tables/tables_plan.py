@@ -100,6 +100,7 @@ def plan_tables(
     state: int,
     memory_bytes: int,
     pinned: Mapping[str, Sequence[str]],
+    time_limit_s: float = 10.0,
 ) -> TablesPlan:
     """Place the tables of a model.
 
@@ -108,6 +109,7 @@ def plan_tables(
         state: numbers that the optimizer keeps for each weight.
         memory_bytes: that they may take on a device.
         pinned: as :attr:`planner.formulation.constraints.pins.Pins.tables`.
+        time_limit_s: of all placements that are compared.
 
     Raises:
         InfeasibleError: they do not fit.
@@ -122,7 +124,7 @@ def plan_tables(
         step = TableStep(alike[0].batch, state)
         every = {each.table.name: sharding_options(each.table, cluster, step) for each in alike}
         every = {name: _runnable(options, alike, name, cluster) for name, options in every.items()}
-        placement = _place(every, cluster, memory_bytes, pinned)
+        placement = _place(every, cluster, memory_bytes, pinned, time_limit_s / len(by_width))
         memory_bytes -= max(placement.bytes)
         statuses.append(placement.status)
         step_s, bound_s = step_s + placement.step_s, bound_s + placement.bound_s
@@ -144,13 +146,21 @@ def _runnable(
     return tuple(option for option in options if option.kind != "row" or rows % cluster.world_size == 0)
 
 
-def _place(options: Options, cluster: ClusterSpec, memory_bytes: int, pinned: Mapping[str, Sequence[str]]) -> Placement:
+def _place(
+    options: Options,
+    cluster: ClusterSpec,
+    memory_bytes: int,
+    pinned: Mapping[str, Sequence[str]],
+    time_limit_s: float,
+) -> Placement:
     """The fastest of the placements with slabs of one width."""
     placements, refused = [], None
-    for family in _families(options):
+    families = [*_families(options)]
+    for family in families:
         allowed = {name: _allowed(name, each, family, pinned) for name, each in options.items()}
         try:
-            placements.append(place(allowed, cluster.world_size, memory_bytes))
+            each_s = time_limit_s / len(families)
+            placements.append(place(allowed, cluster.world_size, memory_bytes, time_limit_s=each_s))
         except InfeasibleError as error:
             refused = error
     if not placements:

@@ -6,7 +6,7 @@ writes how memory was ordered into it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import cast
 
 import torch
@@ -25,16 +25,17 @@ def in_place_arithmetic(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _rewrite(graph: fx.Graph) -> None:
-    lies_in = Counter(
-        storage_of(node.meta["val"]) for node in graph.nodes if _is_tensor(node) and _functional(node) is None
-    )
+    lie_in = defaultdict[int, set[fx.Node]](set)  # what is written to is not told from what comes of it
+    for node in graph.nodes:
+        if _is_tensor(node) and _functional(node) is None:
+            lie_in[storage_of(node.meta["val"])].add(node)
     for node in list(graph.nodes):
         functional = _functional(node)
         if functional is None or not isinstance(written := node.args[0], fx.Node):
             continue
         if written.op != "call_function" or not _is_tensor(written):
             continue
-        if lies_in[storage_of(written.meta["val"])] > 1:  # another value would be written to as well
+        if not lie_in[storage_of(written.meta["val"])] <= {written}:  # another value would be written to as well
             continue
         args, kwargs = torch.utils._pytree.tree_map_only(
             fx.Node, lambda other: other.meta["val"], (node.args, node.kwargs)

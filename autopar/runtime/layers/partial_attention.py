@@ -26,6 +26,7 @@ from autopar.functions.ranks import each_rank
 from autopar.runtime.layers.attention_kernel import AttentionPiece, additive
 from autopar.runtime.spmd.rank_index import Groups, cut
 from autopar.runtime.spmd.row_exchange import shift, wait
+from planner.base.errors import InputError
 from planner.ops.attention import pieces
 
 
@@ -213,6 +214,13 @@ def _seen(mask: Tensor | None, blocks: int) -> Tensor | None:
     if mask is None or mask.is_meta or mask.shape[-1] == 1:
         return None
     shown = mask if mask.dtype == torch.bool else mask != -torch.inf
+    lost = blocks > 1 and mask.dtype != torch.bool and (mask < torch.finfo(mask.dtype).min / 2).all(-1) & shown.any(-1)
+    if bool(torch.as_tensor(lost).any()):
+        raise InputError(
+            "a mask hides a query from all keys by large finite numbers, in which scores are lost, so that what it "
+            "sees is no sum over parts of the keys: hide by -inf or by a mask of booleans, or pin 'context_kind' "
+            "'gather' or 'ulysses'"
+        )
     return shown.unflatten(-1, (blocks, -1)).transpose(-1, -2).flatten(0, -2).any(0).cpu()
 
 

@@ -42,6 +42,7 @@ def make_optimizer(
     make: Callable[..., Any],
     parameters: Mapping[str, nn.Parameter],
     names: Mapping[str, str],
+    in_slabs: Mapping[str, str],
     is_apart: bool,
     groups: Groups,
     options: Mapping[str, Any],
@@ -52,6 +53,7 @@ def make_optimizer(
     Args:
         parameters: those of this rank by their first names, parts in DTensors.
         names: every name of a parameter of the whole model -> its first name.
+        in_slabs: of every table that lies in a slab with others -> the slab's first name.
         is_apart: whether ranks hold different parts of parameters, or different parameters.
         master_dtype: of masters, if it is they that are stepped.
     """
@@ -61,7 +63,8 @@ def make_optimizer(
             "pmodel.optimizer(torch.optim.AdamW, lr=1e-3)"
         )
     device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
-    place = _places(names, groups)
+    place = _places({**names, **in_slabs}, groups)
+    _check_slabs(in_slabs, groups, place)
     own: list[dict[str, Any]] = [
         {},
         *({key: value for key, value in group.items() if key != "params"} for group in groups),
@@ -140,6 +143,20 @@ def _places(names: Mapping[str, str], groups: Groups) -> dict[str, int]:
             for first in taken:
                 found.setdefault(first, number)
     return found
+
+
+def _check_slabs(in_slabs: Mapping[str, str], groups: Groups, found: Mapping[str, int]) -> None:
+    """Refuse groups that part tables of one slab, which is one parameter."""
+    for name, first in in_slabs.items():
+        patterns = [group["params"] for group in groups[: found.get(first, len(groups))]]
+        each = [[given] if isinstance(given, str) else given for given in patterns]
+        own = next((at for at, some in enumerate(each, 1) if any(fnmatchcase(name, one) for one in some)), 0)
+        if own != found.get(first, 0):
+            raise InputError(
+                f"groups part embedding tables that lie in one slab ({first}): another one is in "
+                f"groups[{found[first] - 1}], and {name!r} in {f'groups[{own - 1}]' if own else 'none'}: put all of "
+                "them into one, or plan with pin 'tables' 'none' for some"
+            )
 
 
 def _close(given: str, names: Sequence[str]) -> str:

@@ -130,8 +130,8 @@ def _attends(document: Document, at: int) -> str:
     found = Counter[str]()
     for block, detail in zip(document.blocks, document.account.blocks, strict=False):
         for name, op in detail.ops.items():
-            way = block.ops.get(name, "").split()[at].partition(":")[2].partition("/")[0]
-            if how := ATTENDS.get(HEADS if op.meaning[at] == HEADS else way):
+            ways = [each.partition(":")[2].partition("/")[0] for each in block.ops.get(name, "").split()]
+            if how := ATTENDS.get(HEADS if op.meaning[at] == HEADS else "".join(ways[at : at + 1])):
                 found[how] += block.count * op.flops
     return f": {found.most_common(1)[0][0]}" if found else ""
 

@@ -197,6 +197,11 @@ def why_not(
             f"pin 'offload' is {pin['offload']!r}, and why_not compares plans with all model data on the device: plan "
             "with this pin, and compare what the two plans predict"
         )
+    if {"table", "tables"} & pin.keys():
+        raise PinError(
+            "pins 'table' and 'tables' put embedding tables into slabs, which makes another program of the model: plan "
+            "with this pin, and compare what the two plans predict"
+        )
     if {"schedule", "virtual_stages"} & pin.keys() and "pipeline" not in pin:
         raise PinError(
             "pins 'schedule' and 'virtual_stages' are a pipeline's, and the recipe stands by itself: pin 'pipeline', "
@@ -208,7 +213,9 @@ def why_not(
     found = recipe.search((*recipe.pin, MEMORY))
     if not isinstance(found, Searched):
         excess_bytes = found.excess_bytes if isinstance(found, InfeasibleError) else 0
-        needed = plan.cluster.device.usable_bytes + excess_bytes if excess_bytes > 0 else 0
+        device = plan.cluster.device
+        usable_bytes = device.usable_bytes + excess_bytes if excess_bytes > 0 else 0
+        needed = math.ceil(usable_bytes / (1 - device.reserve_fraction))
         conflict = conflict_of(recipe)
         return WhyNot(pin, *facts, fits_from_bytes=needed, seconds_per_gib=seconds_per_gib, conflict=conflict)
     other = PricedPlan(found.assignment, found.staged)

@@ -37,6 +37,16 @@ class Input(nn.Module):
         return x * 2
 
 
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        self.count.add_(1).mul_(2)
+        return x * self.count
+
+
 class Narrower(nn.Module):
     def forward(self, x):
         y = x.to(torch.bfloat16)
@@ -56,6 +66,6 @@ def test_chosen_weights_are_divided_by_their_sum_as_new_values():
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("model", [Viewed(), Input(), Narrower()])
+@pytest.mark.parametrize("model", [Viewed(), Input(), Counts(), Narrower()])
 def test_what_others_see_or_a_new_value_would_not_be_stays_in_place(model):
     assert mutates(in_place_arithmetic(exported(model)))

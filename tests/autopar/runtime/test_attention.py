@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.layers import attention
+from autopar.runtime.layers.partial_attention import _seen
+from planner.base.errors import InputError
 from planner.ops.attention import pieces
 
 LENGTH, HEADS, KV, HEAD = 256, 4, 2, 6
@@ -94,6 +96,15 @@ def test_equals_attention_on_one_device(pool: LocalProcesses, ranks: int, kind: 
     for causal in (True, False) if kind == "ring" else (True,):  # without, the operator itself runs
         for errors in pool.run(attends, kind, causal, ranks=ranks):
             assert max(errors) < 1e-13, (causal, errors)
+
+
+def test_queries_that_finite_numbers_hide_from_all_keys_are_refused() -> None:
+    mask = torch.zeros(1, 1, 8, 16)
+    mask[..., 3, :] = torch.finfo(torch.float32).min
+    assert _seen(mask, 1) is not None
+    with pytest.raises(InputError, match="hide by -inf or by a mask of booleans"):
+        _seen(mask, 2)
+    assert _seen(mask.masked_fill(mask < 0, -torch.inf), 2).tolist() == [True, True]
 
 
 def test_pieces_of_a_causal_mask() -> None:

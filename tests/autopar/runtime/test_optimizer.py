@@ -96,12 +96,12 @@ def test_others_are_refused(make: Any, options: dict[str, Any], said: str) -> No
 
 def test_options_and_groups_decide_what_is_elementwise() -> None:
     parameters, names = {"a": nn.Parameter(torch.ones(4))}, {"a": "a", "b": "b"}
-    made = make_optimizer(Lars, parameters, names, True, (), {"lr": 0.1, "decay": 0.0})
+    made = make_optimizer(Lars, parameters, names, {}, True, (), {"lr": 0.1, "decay": 0.0})
     assert made.param_groups[0]["params"] == [parameters["a"]]
     groups = [{"params": "b", "decay": 0.1}]  # on another stage of the pipeline
     with pytest.raises(InputError, match="Lars is not elementwise"):
-        make_optimizer(Lars, parameters, names, True, groups, {"lr": 0.1, "decay": 0.0})
-    assert make_optimizer(Lars, parameters, names, False, groups, {"lr": 0.1, "decay": 0.0})
+        make_optimizer(Lars, parameters, names, {}, True, groups, {"lr": 0.1, "decay": 0.0})
+    assert make_optimizer(Lars, parameters, names, {}, False, groups, {"lr": 0.1, "decay": 0.0})
 
 
 # ---- over a module ---------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_groups_by_names(mesh: DeviceMesh) -> None:
     for options in ({"fused": False}, {"foreach": True}, {"differentiable": True}):
         assert not pmodel.optimizer(torch.optim.AdamW, **options).defaults["fused"]
     weight = {"weight": nn.Parameter(torch.zeros(2, dtype=torch.cfloat))}  # fused kernels take no complex numbers
-    assert not make_optimizer(torch.optim.AdamW, weight, {"weight": "weight"}, False, (), {}).defaults["fused"]
+    assert not make_optimizer(torch.optim.AdamW, weight, {"weight": "weight"}, {}, False, (), {}).defaults["fused"]
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [

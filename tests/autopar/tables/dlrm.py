@@ -6,11 +6,13 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
 
@@ -112,6 +114,9 @@ def trains_as_the_original(document: Mapping[str, Any]) -> float:
     before = copy.deepcopy(original.state_dict())
     pmodel = autopar.parallelize(original, nodes_of_two(), plan=plan, example_kwargs=batch())
     ours = pmodel.optimizer(torch.optim.Adam, lr=0.1, groups=[{"params": ["tables.emb.*"], "lr": 0.2}])
+    if any(len(slabs.tables) > 1 and "tables.emb.0.weight" in slabs.tables for slabs in pmodel.slabs):
+        with pytest.raises(InputError, match="groups part embedding tables that lie in one slab"):
+            pmodel.optimizer(torch.optim.Adam, lr=0.1, groups=[{"params": ["tables.emb.0*"], "lr": 0.2}])
     tables, others = (
         [p for name, p in original.named_parameters() if name.startswith("tables.") == inside]
         for inside in (True, False)

@@ -14,6 +14,7 @@ from autopar.measure.local_processes import LocalProcesses, RankError
 from planner.base.errors import PinError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
+from planner.tables.tables_plan import SLABS
 from tests.autopar.tables import dlrm
 
 EACH = {"*.0": "table", "*.1": "column", "*.2": "table-row", "*.3": "table-column", "*.4": "none", "*.5": "table"}
@@ -39,6 +40,13 @@ def pool() -> Iterator[LocalProcesses]:
 def test_it_trains_as_the_original(pool: LocalProcesses, pin: dict[str, Any]) -> None:
     losses = pool.run(dlrm.trains_as_the_original, dlrm.planned(pin).to_dict(), ranks=4)
     assert len({*losses}) == 1
+
+
+@pytest.mark.parametrize("kind", ["table", "column", "table-row", "table-column", "none"])
+def test_tables_lie_as_they_are_pinned(kind: str) -> None:
+    plan = dlrm.planned({"table": 2, "tensor": 2, "tables": kind}).tables
+    assert plan is not None and {table.kind in SLABS for table in plan.tables.values()} == {kind != "none"}
+    assert kind == "none" or {table.kind for table in plan.tables.values()} == {kind}
 
 
 @pytest.mark.parametrize("pin", [
@@ -151,6 +159,8 @@ def test_what_is_refused() -> None:
         dlrm.planned({"tables": "rows"})
     with pytest.raises(PinError, match=r"leaves 'tables.emb.0.weight' 'table-row', .* it may be table, column, none"):
         autopar.plan(model, ClusterSpec.local(4), example_kwargs=batch, pin={"tables": "table-row"})
+    with pytest.raises(PinError, match=r"pins 'table' and 'tables' put embedding tables into slabs, .*: plan with"):
+        dlrm.planned({"data": 4}).why_not({"table": 4})
     with pytest.raises(PinError, match=r"pin 'table' is of embedding tables .* there are none"):
         autopar.plan(model.bottom, cluster, example_args=(batch["dense"],), pin={"table": 2})
     document = dlrm.planned({"table": 4, "tables": "table"}).to_dict()

@@ -205,7 +205,7 @@ def test_memory_and_a_pin_are_to_blame_together_and_the_excess_is_theirs_and_eno
     assert stages.best.config.stages > 1 and stages.peak_bytes <= tight().cluster.device.usable_bytes
     assert f"{conflict.excess_bytes:,} bytes" in conflict.reason and "smallest excess under these" in str(answer)
     assert "it cannot be" in str(answer) and "it has a plan from" in str(answer)
-    whole = cluster(4, -(-answer.fits_from_bytes * 10 // 9) + 1)
+    whole = cluster(4, answer.fits_from_bytes + 1)
     assert plan_of(GRAPH, whole, recipe).predicted.peak_bytes <= answer.fits_from_bytes
     room = tight().cluster.device.usable_bytes + conflict.excess_bytes
     enough = cluster(4, -(-room * 10 // 9) + 1)
