@@ -30,6 +30,7 @@ from planner.solve.problem import evaluate
 Made = TypeVar("Made", bound=Document)
 STOPPED: dict[Stopped, str] = {
     "complete": "between two points no plan can be faster by more than the gap",
+    "open": "between two points none was found that is faster by more than the gap; bounds of some are open",
     "points": "more points would show more",
     "time": "the time limit came first",
 }

@@ -24,9 +24,9 @@ from planner.search.branch_and_bound import Searched
 from planner.search.candidates import PROVED, Incumbent
 from planner.search.search import SearchBegun
 
-Stopped = Literal["complete", "points", "time"]
-"""Why no more corners were sought: none is left between that is faster by more than the gap, there are enough, or
-the time is over."""
+Stopped = Literal["complete", "open", "points", "time"]
+"""Why no more corners were sought: none is left between that is faster by more than the gap, whether proved or not (open),
+there are enough, or the time is over."""
 HALVED = 0.5
 """Each limit on the way down is this part of what the leanest plan known takes."""
 
@@ -62,7 +62,7 @@ def pareto_front(begun: SearchBegun, first: Corner, points: int) -> tuple[tuple[
     while not begun.context.is_late():
         limit_bytes = front.lower_limit or front.limit_between
         if not limit_bytes:
-            return front.bounded, "complete" if front.is_proved else "time"
+            return front.bounded, "complete" if front.is_proved else "open"
         if len(front.corners) == points:
             return front.bounded, "points"
         front.search(limit_bytes, points)

@@ -1,5 +1,4 @@
-"""Contiguous removal: ``aten.contiguous`` leaves the graph, for how memory is ordered depends on what captured it; so
-does the copy that functionalization makes of it, which is there or not as memory was ordered.
+"""Contiguous removal: ``aten.contiguous`` leaves the graph, for how memory is ordered depends on what captured it.
 
 What follows then lies otherwise in memory, and other views have to copy; both are seen again here.
 """
@@ -18,7 +17,7 @@ from autopar.graph.aten import values_of
 from autopar.graph.local_arguments import RESHAPES
 from autopar.graph.tensors import storage_of
 
-CONTIGUOUS, CLONE = torch.ops.aten.contiguous.default, torch.ops.aten.clone.default
+CONTIGUOUS = torch.ops.aten.contiguous.default
 
 
 def contiguous_removal(exported: ExportedProgram) -> ExportedProgram:
@@ -28,7 +27,7 @@ def contiguous_removal(exported: ExportedProgram) -> ExportedProgram:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if _is_contiguous(node):
+        if node.target is CONTIGUOUS and len(node.args) == 1 and not node.kwargs:
             (value,) = node.all_input_nodes
             if node in moved or storage_of(node.meta["val"]) != storage_of(value.meta["val"]):
                 moved.update(node.users)
@@ -37,13 +36,6 @@ def contiguous_removal(exported: ExportedProgram) -> ExportedProgram:
         elif node in moved and _moves(node):
             moved.update(node.users)
     return exported
-
-
-def _is_contiguous(node: fx.Node) -> bool:
-    """Whether a node only puts its operand in order in memory."""
-    if node.target is CLONE:
-        return len(node.args) == 1 and node.kwargs == {"memory_format": torch.contiguous_format}
-    return node.target is CONTIGUOUS and len(node.args) == 1 and not node.kwargs
 
 
 def _moves(node: fx.Node) -> bool:

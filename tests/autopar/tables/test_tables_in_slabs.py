@@ -14,7 +14,6 @@ from autopar.measure.local_processes import LocalProcesses, RankError
 from planner.base.errors import PinError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
-from planner.tables.tables_plan import SLABS
 from tests.autopar.tables import dlrm
 
 EACH = {"*.0": "table", "*.1": "column", "*.2": "table-row", "*.3": "table-column", "*.4": "none", "*.5": "table"}
@@ -42,11 +41,12 @@ def test_it_trains_as_the_original(pool: LocalProcesses, pin: dict[str, Any]) ->
     assert len({*losses}) == 1
 
 
-@pytest.mark.parametrize("kind", ["table", "column", "table-row", "table-column", "none"])
+@pytest.mark.parametrize("kind", ["table", "column", "table-row", "table-column"])
 def test_tables_lie_as_they_are_pinned(kind: str) -> None:
     plan = dlrm.planned({"table": 2, "tensor": 2, "tables": kind}).tables
-    assert plan is not None and {table.kind in SLABS for table in plan.tables.values()} == {kind != "none"}
-    assert kind == "none" or {table.kind for table in plan.tables.values()} == {kind}
+    assert plan is not None and {table.kind for table in plan.tables.values()} == {kind}
+    alone = dlrm.planned({"tensor": 4, "tables": "none"})
+    assert alone.tables is None or not alone.tables.in_slabs
 
 
 @pytest.mark.parametrize("pin", [

@@ -35,7 +35,8 @@ def front_of(seed: int) -> tuple[Case, tuple[Corner, ...], Stopped]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_corner_is_the_best_within_its_memory(seed: int) -> None:
     case, corners, stopped = front_of(seed)
-    assert stopped == "complete" and len(corners) > 1
+    is_proved = all(corner.bound_s >= corner.step_s * (1 - ROUNDING) for corner in corners)
+    assert stopped == ("complete" if is_proved else "open") and len(corners) > 1
     for corner in corners:
         assert corner.found is None or peak_of(corner.found) == corner.memory_bytes
         assert corner.bound_s <= corner.step_s * (1 + ROUNDING)
