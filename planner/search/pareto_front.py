@@ -25,8 +25,8 @@ from planner.search.candidates import PROVED, Incumbent
 from planner.search.search import SearchBegun
 
 Stopped = Literal["complete", "open", "points", "time"]
-"""Why no more corners were sought: none is left between that is faster by more than the gap, whether proved or not (open),
-there are enough, or the time is over."""
+"""Why no more corners were sought: none between is faster by more than the gap, as was proved or not (open), there are
+enough, or the time is over."""
 HALVED = 0.5
 """Each limit on the way down is this part of what the leanest plan known takes."""
 
