@@ -65,7 +65,7 @@ class Captured:
         functions: the Functions whose operators the program calls; they are there as long as this is, or what is made
             of it.
         held: the tensors among the constants that modules hold, see :mod:`autopar.capture.held_tensors`, by path.
-        slabs: parameters that hold several of the model's, see :mod:`autopar.tables.grouping`.
+        slabs: parameters that hold several of the model's, see :mod:`autopar.graph.slabs`.
     """
 
     program: Program

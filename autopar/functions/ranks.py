@@ -17,8 +17,8 @@ from torch.distributed._local_tensor import LocalTensor
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 
-def each_rank(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """``run(*tensors)``, without gradients; where one process simulates all ranks, on those of each rank."""
+def for_each_rank_no_grad(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """As :func:`for_each_rank`, where gradients are found otherwise: in a Function, which may write to its tensors."""
     simulated = next((t for t in tensors if isinstance(t, LocalTensor)), None)
     if simulated is None:
         return run(*tensors)

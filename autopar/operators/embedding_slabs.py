@@ -1,7 +1,7 @@
 """The operators of embedding tables that are placed on ranks: several tables lie in each slab, and a slab is on a rank.
 
 To give whole tables to ranks is to shard slabs, as one shards a batch: the slab is a factor of the look-up, of its ids
-and of its results (:mod:`autopar.tables.embedding_tables`).
+and of its results (:mod:`autopar.capture.in_slabs`).
 """
 
 from __future__ import annotations

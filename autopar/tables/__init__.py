@@ -1,1 +1,1 @@
-"""Embedding tables at home on the host or on disk, with their hot rows on the device; a module that trains its rows."""
+"""Embedding tables offloaded to the host or to disk, with hot rows cached on the device; a module that trains them."""

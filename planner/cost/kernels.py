@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.ops import OPS
-from planner.ops.attention import QueryShards
+from planner.ops.attention_pieces import QueryShards
 from planner.ops.table import Family
 
 Shape = tuple[int, ...]

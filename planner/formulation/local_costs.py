@@ -21,7 +21,8 @@ from planner.formulation.training import Tier, Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS, attends
-from planner.ops.attention import UNSHARDED, QueryShards, is_causal, merged_bytes, query_shards
+from planner.ops.attention import is_causal
+from planner.ops.attention_pieces import UNSHARDED, QueryShards, merged_bytes, query_shards
 from planner.ops.memory_traffic import MemoryTraffic
 from planner.ops.saved_tensors import is_own, own_bytes, saved_tensors
 from planner.ops.sharding_rule import Inner, Rule

@@ -127,8 +127,8 @@ class _Rows:
     def passed_bytes(self) -> tuple[int, int]:
         """What is read and written beside products, forward and backward, as :mod:`autopar.operators.experts` does it.
 
-        Forward rows are taken (2), weighted (2), put in their places (2) and summed (1); backward that is undone (2),
-        weighted and multiplied by rows for the gradients of weights (6), and rows are put and summed (3). What is
+        Forward rows are taken (2), weighted (2), put in their places (2) and summed (1); in backward they are put back
+        (2), weighted and multiplied by rows for the gradients of weights (6), and rows are put and summed (3). What is
         dispatched is sorted anew where it arrives, and back (2 and 2, in backward alike). Of hidden features an
         activation is 2, and 3 backward; a product with ups 3, 6 backward, and 4 to join the gradients of both; a clamp
         of gates 2 and 3, of ups 2 and 4; an offset 2 and 0; swish 7 and 14 in place of an activation.

@@ -43,8 +43,7 @@ class ParetoCurve(Generic[AnyPlan]):
     Attributes:
         points: the leanest first, each faster than the one before.
         plan: the one that was asked.
-        stopped: why there are no more points: ``complete`` (between two no plan can be faster by more than the gap),
-            ``points`` (so many were wanted), ``time``.
+        stopped: why there are no more points; see :data:`STOPPED`.
     """
 
     points: tuple[ParetoPoint[AnyPlan], ...]

@@ -9,7 +9,7 @@ operator is, in which to shard it by rows, by columns over all ranks or not at a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +17,7 @@ from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_seconds
 from planner.base.globs import is_of
 from planner.cost.cluster import ClusterSpec
+from planner.tables.embedding_table import EmbeddingTable
 from planner.tables.lookups import TableLookup
 from planner.tables.place_tables import place
 from planner.tables.placement import Options, Placement, Status
@@ -100,7 +101,7 @@ def plan_tables(
     state: int,
     memory_bytes: int,
     pinned: Mapping[str, Sequence[str]],
-    time_limit_s: float = 10.0,
+    time_limit_s: float,
 ) -> TablesPlan:
     """Place the tables of a model.
 
@@ -122,8 +123,7 @@ def plan_tables(
     statuses, step_s, bound_s = [], 0.0, 0.0
     for alike in by_width.values():
         step = TableStep(alike[0].batch, state)
-        every = {each.table.name: sharding_options(each.table, cluster, step) for each in alike}
-        every = {name: _runnable(options, alike, name, cluster) for name, options in every.items()}
+        every = {each.table.name: _runnable(each.table, cluster, step) for each in alike}
         placement = _place(every, cluster, memory_bytes, pinned, time_limit_s / len(by_width))
         memory_bytes -= max(placement.bytes)
         statuses.append(placement.status)
@@ -138,12 +138,10 @@ def plan_tables(
     )
 
 
-def _runnable(
-    options: Sequence[ShardingOption], alike: Sequence[TableLookup], name: str, cluster: ClusterSpec
-) -> tuple[ShardingOption, ...]:
+def _runnable(table: EmbeddingTable, cluster: ClusterSpec, step: TableStep) -> tuple[ShardingOption, ...]:
     """Options that a plan has: rows are sharded evenly."""
-    (rows,) = (each.table.rows for each in alike if each.table.name == name)
-    return tuple(option for option in options if option.kind != "row" or rows % cluster.world_size == 0)
+    is_even = table.rows % cluster.world_size == 0
+    return tuple(option for option in sharding_options(table, cluster, step) if option.kind != "row" or is_even)
 
 
 def _place(
@@ -155,11 +153,11 @@ def _place(
 ) -> Placement:
     """The fastest of the placements with slabs of one width."""
     placements, refused = [], None
-    families = [*_families(options)]
+    families = _families(options)
+    each_s = time_limit_s / len(families)
     for family in families:
         allowed = {name: _allowed(name, each, family, pinned) for name, each in options.items()}
         try:
-            each_s = time_limit_s / len(families)
             placements.append(place(allowed, cluster.world_size, memory_bytes, time_limit_s=each_s))
         except InfeasibleError as error:
             refused = error
@@ -169,9 +167,9 @@ def _place(
     return min(placements, key=lambda each: (each.step_s, max(each.bytes)))
 
 
-def _families(options: Options) -> Iterator[tuple[Kind, int]]:
+def _families(options: Options) -> list[tuple[Kind, int]]:
     """The kinds of slabs that may be: what a table is cut into parts by, and how many parts."""
-    return iter(dict.fromkeys((o.kind, o.parts) for each in options.values() for o in each if o.kind in SLABS))
+    return list(dict.fromkeys((o.kind, o.parts) for each in options.values() for o in each if o.kind in SLABS))
 
 
 def _allowed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,18 @@ from planner.analysis.pipeline.staged import Staged
 from planner.analysis.prediction import predict, predict_micro_batched
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.filters import filters
+from planner.formulation.constraints.labels import label_blocks
 from planner.formulation.constraints.pins import Pins
+from planner.formulation.decisions import DecisionGraph
+from planner.formulation.node_options import AllowLeaf
 from planner.formulation.remat.levels import ALONE, LEVELS, Level, Levels, named_by_kind
+from planner.formulation.strategies import Allow
 from planner.formulation.training import Training
-from planner.ir.folding import Folded
+from planner.ir.folding import Folded, fold_off
 from planner.ir.graph import Graph, Node, Ref, TensorType
+from planner.ir.layout import Mesh
+from planner.ops.sharding_rule import Rule
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, Search, describe
 from planner.search.search import search
@@ -23,6 +31,11 @@ from planner.search.search import search
 WHOLE = {"pipeline": 1, "micro_batches": 1}
 """Pins that leave one forward and one backward, for what is not about pipelines and micro-batches."""
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def filtered(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> tuple[Allow | None, AllowLeaf | None]:
+    """What pins keep of a graph whose blocks are not known."""
+    return filters(pins, graph, rules, mesh, partial(label_blocks, DecisionGraph(fold_off(graph), rules)))
 
 
 def cluster(devices: int = 4, memory: int | str = "1 GiB") -> ClusterSpec:

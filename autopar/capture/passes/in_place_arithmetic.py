@@ -7,6 +7,7 @@ writes how memory was ordered into it.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import cast
 
 import torch
@@ -47,12 +48,13 @@ def _rewrite(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             made = graph.call_function(functional, node.args, node.kwargs)
         made.meta = {**node.meta, "val": value}
-        for later in reversed(graph.nodes):
-            if later is node:
-                break
-            later.replace_input_with(written, made)
+        written.replace_all_uses_with(made, delete_user_cb=partial(_is_after, node))
         node.replace_all_uses_with(made)
         graph.erase_node(node)
+
+
+def _is_after(node: fx.Node, other: fx.Node) -> bool:
+    return node < other
 
 
 def _is_tensor(node: fx.Node) -> bool:

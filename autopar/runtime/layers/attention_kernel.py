@@ -7,7 +7,6 @@ except for float64 on GPUs, where torch has no such kernel.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -169,8 +168,3 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-
-
-def default_scale(query: Tensor) -> float:
-    """Of queries ``[.., d]``."""
-    return 1 / math.sqrt(query.shape[-1])

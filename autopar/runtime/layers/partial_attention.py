@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from autopar.functions.ranks import each_rank
+from autopar.functions.ranks import for_each_rank_no_grad
 from autopar.runtime.layers.attention_kernel import AttentionPiece, additive
 from autopar.runtime.spmd.rank_index import Groups, cut
 from autopar.runtime.spmd.row_exchange import shift, wait
 from planner.base.errors import InputError
-from planner.ops.attention import pieces
+from planner.ops.attention_pieces import pieces
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,16 @@ class _Visits:
     seen: Tensor | None
 
     def forward(self, step: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return each_rank(partial(self._forward, step), self.seen, self.places.starts, self.places.source, *tensors)
+        return self._on_ranks(self._forward, step, tensors)
 
     def backward(self, step: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return each_rank(partial(self._backward, step), self.seen, self.places.starts, self.places.source, *tensors)
+        return self._on_ranks(self._backward, step, tensors)
+
+    def _on_ranks(
+        self, run: Callable[..., tuple[Tensor, ...]], step: int, tensors: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        places = self.places
+        return for_each_rank_no_grad(partial(run, step), self.seen, places.starts, places.source, *tensors)
 
     def _forward(
         self,
@@ -163,8 +169,7 @@ class _Visits:
         out: Tensor,
         lse: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        for rows, keys, hidden, causal in self._pieces(step, seen, starts, source, key, mask):
-            piece = AttentionPiece(query[:, :, rows], key[:, :, keys], value[:, :, keys], hidden, causal, self.scale)
+        for rows, _, piece in self._pieces(step, seen, starts, source, query, key, value, mask):
             _merge(out[:, :, rows], lse[:, :, rows], *piece.forward())
         return out, lse
 
@@ -185,23 +190,32 @@ class _Visits:
         dk: Tensor,
         dv: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        for rows, keys, hidden, causal in self._pieces(step, seen, starts, source, key, mask):
-            piece = AttentionPiece(query[:, :, rows], key[:, :, keys], value[:, :, keys], hidden, causal, self.scale)
+        for rows, keys, piece in self._pieces(step, seen, starts, source, query, key, value, mask):
             found = piece.backward(gradient[:, :, rows], out[:, :, rows], lse[:, :, rows])
             for total, part, new in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
                 total[:, :, part] += new
         return dq, dk, dv
 
     def _pieces(
-        self, step: int, seen: Tensor | None, starts: Tensor, source: Tensor, key: Tensor, mask: Tensor | None
-    ) -> Iterator[tuple[slice, slice, Tensor | None, bool]]:
-        """The pieces of this step: queries, keys, their mask, whether they are causal."""
+        self,
+        step: int,
+        seen: Tensor | None,
+        starts: Tensor,
+        source: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+    ) -> Iterator[tuple[slice, slice, AttentionPiece]]:
+        """The pieces of this step, with the queries and the keys that each has."""
         block, keys = (int(source) - step) % self.places.steps, key.shape[-2]
         first = block * keys
         if seen is not None and not seen[block]:
             return
         for rows, columns, causal in pieces(starts.tolist(), self.places.run, first, keys, self.causal):
-            yield rows, columns, None if mask is None else _part(mask, first, keys, key.dtype), causal
+            hidden = None if mask is None else _part(mask, first, keys, key.dtype)
+            operands = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+            yield rows, columns, AttentionPiece(*operands, hidden, causal, self.scale)
 
 
 def _part(mask: Tensor, first: int, keys: int, dtype: torch.dtype) -> Tensor:
@@ -214,14 +228,19 @@ def _seen(mask: Tensor | None, blocks: int) -> Tensor | None:
     if mask is None or mask.is_meta or mask.shape[-1] == 1:
         return None
     shown = mask if mask.dtype == torch.bool else mask != -torch.inf
-    lost = blocks > 1 and mask.dtype != torch.bool and (mask < torch.finfo(mask.dtype).min / 2).all(-1) & shown.any(-1)
-    if bool(torch.as_tensor(lost).any()):
+    if blocks > 1 and mask.dtype != torch.bool:
+        _check_scores_count(mask, shown)
+    return shown.unflatten(-1, (blocks, -1)).transpose(-1, -2).flatten(0, -2).any(0).cpu()
+
+
+def _check_scores_count(mask: Tensor, shown: Tensor) -> None:
+    """Refuse a mask in whose numbers the scores of a query are lost."""
+    if bool(((mask < torch.finfo(mask.dtype).min / 2).all(-1) & shown.any(-1)).any()):
         raise InputError(
             "a mask hides a query from all keys by large finite numbers, in which scores are lost, so that what it "
             "sees is no sum over parts of the keys: hide by -inf or by a mask of booleans, or pin 'context_kind' "
             "'gather' or 'ulysses'"
         )
-    return shown.unflatten(-1, (blocks, -1)).transpose(-1, -2).flatten(0, -2).any(0).cpu()
 
 
 def _result(query: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -64,7 +64,7 @@ def make_optimizer(
         )
     device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
     place = _places({**names, **in_slabs}, groups)
-    _check_slabs(in_slabs, groups, place)
+    _check_slabs(in_slabs, groups)
     own: list[dict[str, Any]] = [
         {},
         *({key: value for key, value in group.items() if key != "params"} for group in groups),
@@ -145,18 +145,28 @@ def _places(names: Mapping[str, str], groups: Groups) -> dict[str, int]:
     return found
 
 
-def _check_slabs(in_slabs: Mapping[str, str], groups: Groups, found: Mapping[str, int]) -> None:
+def _check_slabs(in_slabs: Mapping[str, str], groups: Groups) -> None:
     """Refuse groups that part tables of one slab, which is one parameter."""
-    for name, first in in_slabs.items():
-        patterns = [group["params"] for group in groups[: found.get(first, len(groups))]]
-        each = [[given] if isinstance(given, str) else given for given in patterns]
-        own = next((at for at, some in enumerate(each, 1) if any(fnmatchcase(name, one) for one in some)), 0)
-        if own != found.get(first, 0):
+    known: dict[str, tuple[int, str]] = {}
+    for name, slab in in_slabs.items():
+        own = next((number for number, each in enumerate(groups, 1) if _takes(each, name)), 0)
+        number, other = known.setdefault(slab, (own, name))
+        if number != own:
+            where = (f"groups[{each - 1}]" if each else "none" for each in (number, own))
             raise InputError(
-                f"groups part embedding tables that lie in one slab ({first}): another one is in "
-                f"groups[{found[first] - 1}], and {name!r} in {f'groups[{own - 1}]' if own else 'none'}: put all of "
-                "them into one, or plan with pin 'tables' 'none' for some"
+                f"groups part embedding tables that lie in one slab ({slab}): {other!r} is in {next(where)}, and "
+                f"{name!r} in {next(where)}: put all of them into one, or plan with pin 'tables' 'none' for some"
             )
+
+
+def _takes(group: Mapping[str, Any], name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _patterns(group))
+
+
+def _patterns(group: Mapping[str, Any]) -> Sequence[str]:
+    """What a group is of, once it was checked."""
+    given = group["params"]
+    return [given] if isinstance(given, str) else given
 
 
 def _close(given: str, names: Sequence[str]) -> str:

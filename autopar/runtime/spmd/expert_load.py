@@ -22,7 +22,8 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How many tokens went to each expert, call by call: of each layer and each step, or micro-batch.
+    """How many tokens went to each expert, call by call: of each layer and each step, or micro-batch; in proportion,
+    where several ranks count the same tokens.
 
     Attributes:
         tokens: of every call, by expert.

@@ -10,11 +10,8 @@ from planner.formulation.constraints.roles import ranks_sharing
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import Mesh
 from planner.ops import attends
-from planner.ops.attention import HEADS, RING, no_ring
+from planner.ops.attention import HEADS, QUERY, RING, no_ring
 from planner.ops.sharding_rule import Rule
-
-QUERY = "query"
-"""The way to shard queries in which keys are gathered."""
 
 
 def ways_to_attend(

@@ -18,7 +18,6 @@ from planner.formulation.constraints.labels import (
     LABELS,
     Labels,
     LabelsOf,
-    label_dims,
     makes_keys,
     normalizes,
     sharded_parts,
@@ -36,7 +35,7 @@ from planner.ops.sharding_rule import AxisStrategy, FactorWay, Inner, Rule, axis
 
 
 def filters(
-    pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh, labels: LabelsOf | None = None
+    pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh, labels: LabelsOf
 ) -> tuple[Allow | None, AllowLeaf | None]:
     """The strategies and storage layouts that the pins, and micro-batches, keep on ``mesh``.
 
@@ -44,7 +43,7 @@ def filters(
     named for what they turned out to do (:mod:`planner.search.axis_names`).
 
     Args:
-        labels: :func:`label_dims` of this graph by label, where it is known already.
+        labels: :func:`planner.formulation.constraints.labels.label_blocks` of this graph, by label.
 
     Raises:
         PinError: the recipe does not apply to the model, or a size does not divide.
@@ -54,7 +53,6 @@ def filters(
     if not pins.sizes and not pins.layers and mesh.micro_batches == 1:
         return None, None
     names = mesh.names
-    labels = labels or (lambda label: label_dims(graph, rules, label))
     # Without a pinned size, an axis of whatever name is free: that of a further program, see planner/plan/further.py.
     roles = [ROLES.get(name) if pins.sizes else None for name in names]
     shards = {"batch", *(label for role in roles if role is not None for label in role.labels)}

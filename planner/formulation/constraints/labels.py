@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.strategies import factor_at, tensors_of
-from planner.ir.folding import fold_off
 from planner.ir.graph import Graph, Node, Ref
 from planner.ir.layout import Shard
 from planner.ops import OPS, attends
@@ -161,11 +160,6 @@ LABELS = {
 }
 """``context`` is the query sequence of attention, ``expert`` what experts are stacked along; ``stream`` is the batch
 and, however attention is written, the sequence."""
-
-
-def label_dims(graph: Graph, rules: Mapping[str, Rule], label: str) -> Labels:
-    """Which dims of which values of a graph are of one of :data:`LABELS`; takes long where blocks are not known."""
-    return label_blocks(DecisionGraph(fold_off(graph), rules), label)
 
 
 def label_blocks(decision_graph: DecisionGraph, label: str) -> Labels:

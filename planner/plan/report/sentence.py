@@ -13,7 +13,7 @@ from planner.base.formatting import GATHERED_AGAIN, in_bytes, in_percent, in_sec
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.labels import LABELS
 from planner.ir.layout import MICRO, Axis
-from planner.ops.attention import RING
+from planner.ops.attention import QUERY, RING
 from planner.plan.document.document import Document, PipelinePlan
 
 SCHEDULES = {
@@ -38,7 +38,7 @@ WHOLE = ("whole", "terms")
 HEADS = "heads"
 """The word for attention of which each rank has some heads. It weighs most, but whether weights are shared or the
 sequence is says what surrounds it."""
-ATTENDS = {"query": "keys gathered", RING: "ring attention", HEADS: "Ulysses"}
+ATTENDS = {QUERY: "keys gathered", RING: "ring attention", HEADS: "Ulysses"}
 
 
 def sentence(document: Document) -> str:
@@ -130,8 +130,10 @@ def _attends(document: Document, at: int) -> str:
     found = Counter[str]()
     for block, detail in zip(document.blocks, document.account.blocks, strict=False):
         for name, op in detail.ops.items():
-            ways = [each.partition(":")[2].partition("/")[0] for each in block.ops.get(name, "").split()]
-            if how := ATTENDS.get(HEADS if op.meaning[at] == HEADS else "".join(ways[at : at + 1])):
+            if name not in block.ops:
+                continue
+            way = block.ops[name].split()[at].partition(":")[2].partition("/")[0]
+            if how := ATTENDS.get(HEADS if op.meaning[at] == HEADS else way):
                 found[how] += block.count * op.flops
     return f": {found.most_common(1)[0][0]}" if found else ""
 

@@ -19,7 +19,7 @@ from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.layers import attention
 from autopar.runtime.layers.partial_attention import _seen
 from planner.base.errors import InputError
-from planner.ops.attention import pieces
+from planner.ops.attention_pieces import pieces
 
 LENGTH, HEADS, KV, HEAD = 256, 4, 2, 6
 

@@ -17,7 +17,6 @@ from planner.analysis.memory.walk import Walk
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.assignment import assignment_of
-from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.remat.levels import Amount, Recompute
 from planner.formulation.search_space import Space
@@ -27,7 +26,7 @@ from planner.ir.folding import fold
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
 from planner.solve.choices.bound import lower_bounds
-from tests.planner.plans import Build, cluster, plan_of, residual_mlp
+from tests.planner.plans import Build, cluster, filtered, plan_of, residual_mlp
 
 PINS = (
     {"data": 4},
@@ -127,7 +126,7 @@ def deep(pin: Mapping[str, Any], amount: Amount, spec: ClusterSpec, tier: Tier =
     pins, graph = Pins.parse(pin), residual_mlp(DEEP, width=32, early=True)
     mesh = Mesh.of(**{axis: size for axis, size in pin.items() if axis != "zero"})
     folded, rules = fold(graph), rules_of(graph)
-    space = Space(folded, mesh, CostModel(spec), Training(tier=tier), rules, *filters(pins, graph, rules, mesh))
+    space = Space(folded, mesh, CostModel(spec), Training(tier=tier), rules, *filtered(pins, graph, rules, mesh))
     amounts = tuple(amount if len(each) > 1 else Amount() for each in folded.kinds)
     choices = lower_bounds(space.problem(None)).choices
     assert choices is not None

@@ -16,7 +16,6 @@ from planner.analysis.pipeline.staged import stage
 from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.certificate import Decided
-from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.pipeline_pace import PipelinePace, pace_of, pack
 from planner.formulation.remat.levels import COMPUTED, LEVELS, NOTHING, Level, pareto_frontier
@@ -38,7 +37,7 @@ from planner.solve.choices import lower_bounds
 from planner.solve.pipeline.master import Paths
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import evaluate
-from tests.planner.plans import cluster, named, residual_mlp
+from tests.planner.plans import cluster, filtered, named, residual_mlp
 from tests.planner.search.test_optimum import random_cluster
 from tests.planner.search.test_search import chain
 
@@ -68,7 +67,7 @@ def space_of(  # type: ignore[no-untyped-def]
 ) -> Space:
     graph, folded, rules = model(which)
     mesh = Mesh.of(**sizes).micro_batched(micro_batches)
-    kept = filters(Pins(), graph, rules, mesh)
+    kept = filtered(Pins(), graph, rules, mesh)
     pace = pace_of(stages, micro_batches, schedule)
     return Space(folded, mesh, CostModel(spec), Training(unsharding=Unsharding.named(gathers)), rules, *kept, pace=pace)
 

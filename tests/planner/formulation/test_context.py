@@ -15,7 +15,7 @@ from planner.formulation.choices import choices_of
 from planner.formulation.strategies import axis_ways, rule_of
 from planner.ir.graph import Graph
 from planner.ir.layout import Axis, Mesh
-from planner.ops.attention import QueryShards
+from planner.ops.attention_pieces import QueryShards
 from planner.plan.plan import Plan
 from tests.planner.plans import Build, cluster, plan_of, unwrapped
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.formulation.constraints.labels import LABELS, label_blocks, label_dims
+from planner.formulation.constraints.labels import LABELS, label_blocks
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.strategies import rules_of
-from planner.ir.folding import fold
+from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph, Ref
 from tests.planner.plans import residual_mlp
 from tests.planner.search.test_search import chain
@@ -25,7 +25,7 @@ def check_labels(graph: Graph) -> None:
     folded = fold(graph)
     rules = rules_of(graph, folded)
     for label in LABELS:
-        blocks, whole = label_blocks(DecisionGraph(folded, rules), label), label_dims(graph, rules, label)
+        blocks, whole = (label_blocks(DecisionGraph(each, rules), label) for each in (folded, fold_off(graph)))
         for node in graph.nodes:
             for ref in (Ref(node.name, index) for index in range(len(node.results))):
                 assert {*blocks.of(ref)} == {*whole.of(ref)}, (label, ref)

@@ -12,7 +12,6 @@ import pytest
 from planner.base.errors import PinError, PlanError
 from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment
-from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
@@ -20,7 +19,7 @@ from planner.formulation.training import Training
 from planner.formulation.unsharding import PER_MICRO_BATCH
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, refold, restore
-from tests.planner.plans import WHOLE, cluster, plan_of, residual_mlp, unwrapped
+from tests.planner.plans import WHOLE, cluster, filtered, plan_of, residual_mlp, unwrapped
 
 GRAPH = residual_mlp(layers=4, width=64, batch=48)
 STEM, UP, DOWN, HEAD = ([f"{path}.weight", f"{path}.bias"] for path in ("stem", "layers.*.up", "layers.*.down", "head"))
@@ -203,7 +202,7 @@ def test_ways_that_do_not_fit_are_refused(pin: dict[str, Any], message: str) -> 
 def read_back(plan: Plan) -> Assignment:
     """A file applied to the model that it is of."""
     facts, rules, pins = model_facts(GRAPH, "ResidualMLP"), rules_of(GRAPH), Pins.parse(plan.pin)
-    kept = filters(pins, GRAPH, rules, plan.mesh)
+    kept = filtered(pins, GRAPH, rules, plan.mesh)
     space = Space(refold(plan, GRAPH, facts), plan.mesh, CostModel(plan.cluster), Training(), rules, *kept)
     return restore(plan, space, facts)
 

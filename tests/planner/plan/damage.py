@@ -21,7 +21,6 @@ import yaml
 from planner.base.errors import AutoparError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
-from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.pipeline_pace import pace_of
@@ -32,7 +31,7 @@ from planner.ir.graph import Graph
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, refold, reprice, restore
 from planner.plan.report.text import text
-from tests.planner.plans import cluster, plan_of, residual_mlp
+from tests.planner.plans import cluster, filtered, plan_of, residual_mlp
 from tests.planner.search import test_offload
 
 Outcome = Literal["refused", "used", "unfit"]
@@ -311,7 +310,7 @@ def assigned(plan: Plan, graph: Graph) -> Any:
     training = Training(
         plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.unsharding, plan.discards
     )
-    kept, pace = filters(pins, graph, rules, plan.mesh), pace_of(stages, plan.mesh.micro_batches, pins.schedule)
+    kept, pace = filtered(pins, graph, rules, plan.mesh), pace_of(stages, plan.mesh.micro_batches, pins.schedule)
     return restore(plan, Space(folded, plan.mesh, CostModel(plan.cluster), training, rules, *kept, pace=pace), facts)
 
 

@@ -19,7 +19,6 @@ from planner.analysis.prediction import collectives
 from planner.base.errors import PlanError
 from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment, assignment_of
-from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decision_names import parse_runs, runs
 from planner.formulation.search_space import Space
@@ -32,7 +31,7 @@ from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, refold, reprice, restore
 from planner.solve.choices import solve
 from planner.solve.problem import evaluate
-from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp, written
+from tests.planner.plans import GOLDEN, check_golden, cluster, filtered, plan_of, residual_mlp, written
 
 PINS: list[dict[str, Any]] = [
     {},
@@ -66,7 +65,7 @@ def assign(plan: Plan, graph: Graph) -> Assignment:
     """The decisions of a plan for a graph, as :func:`autopar.driver.plan.assign` reads them."""
     facts = model_facts(graph, "ResidualMLP")
     folded, rules = refold(plan, graph, facts), rules_of(graph)
-    kept = filters(Pins.parse(plan.pin), graph, rules, plan.mesh)
+    kept = filtered(Pins.parse(plan.pin), graph, rules, plan.mesh)
     return restore(plan, Space(folded, plan.mesh, CostModel(plan.cluster), Training(), rules, *kept), facts)
 
 

@@ -21,7 +21,6 @@ from planner.analysis.prediction import predict_micro_batched
 from planner.base.errors import InfeasibleError, InputError, PinError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
-from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
@@ -38,7 +37,7 @@ from planner.search.branch_and_bound import Searched
 from planner.search.parallel_config import ParallelConfig, micro_batched
 from planner.search.search import search
 from planner.solve.choices import lower_bounds
-from tests.planner.plans import WHOLE, Build, cluster, plan_of, residual_mlp, unwrapped
+from tests.planner.plans import WHOLE, Build, cluster, filtered, plan_of, residual_mlp, unwrapped
 from tests.planner.search.test_optimum import random_cluster, with_memory
 
 GRAPH = residual_mlp(layers=6, batch=64)
@@ -301,7 +300,7 @@ def test_what_mixes_samples_has_no_plan_in_micro_batches(centred: bool) -> None:
     folded, rules = fold(graph), rules_of(graph)
     for micro_batches in (1, 4):
         mesh = Mesh.of(all=2).micro_batched(micro_batches)
-        kept = filters(Pins(), graph, rules, mesh)
+        kept = filtered(Pins(), graph, rules, mesh)
         space = Space(folded, mesh, CostModel(cluster(2)), Training(), rules, *kept)
         assert math.isinf(lower_bounds(space.problem(None)).time_s) == (centred and micro_batches > 1)
 

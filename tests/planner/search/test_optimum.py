@@ -22,7 +22,6 @@ from planner.cost.cluster import Level as NetworkLevel
 from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import certify
-from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
@@ -37,7 +36,7 @@ from planner.search.branch_and_bound import Searched
 from planner.search.remat_selection import with_levels_between
 from planner.search.search import search
 from planner.solve.problem import Problem, evaluate, most_bytes
-from tests.planner.plans import Build, named, whole
+from tests.planner.plans import Build, filtered, named, whole
 from tests.planner.search.test_search import by_the_sum_alone, chain
 
 CASES = 200
@@ -121,7 +120,7 @@ def problems_with_recomputation(
     cost, rules, folded = CostModel(spec), rules_of(graph), fold(graph)
     single = relabel(folded, range(len(folded.instances)))
     meshes = [Mesh.of(**pins.sizes)] if pins.sizes else candidate_meshes(spec, max_axes=2)
-    spaces = [Space(single, mesh, cost, Training(), rules, *filters(pins, graph, rules, mesh)) for mesh in meshes]
+    spaces = [Space(single, mesh, cost, Training(), rules, *filtered(pins, graph, rules, mesh)) for mesh in meshes]
     decision_graph = DecisionGraph(folded, rules)
     steps = (
         pareto_frontier(folded, with_levels_between(named(folded), decision_graph, cost))
