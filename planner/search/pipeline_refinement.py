@@ -35,7 +35,7 @@ def refined(context: SearchContext, best: Incumbent, bound_s: float) -> Incumben
     before, config = time.monotonic(), best.config
     best = _cut_well(context, best)
     for each in (replace(config, unsharding=unsharding) for unsharding in (PER_STEP, PER_MICRO_BATCH)):
-        space = context.formulated.get(each)
+        space = context.formulated.get((best.space.decision_graph, each, context.training))
         if space is not None and best.evaluation.time_s * (1 - context.gap) > bound_s:
             best = _refine(context, space, each, best)
     context.took("solve", before)

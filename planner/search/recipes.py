@@ -50,9 +50,8 @@ def _held(context: SearchContext, branch: Branch, mesh: Mesh) -> Branch | None:
     for sequence_parallel in (True, None) if not sizes.keys().isdisjoint(sharing(WEIGHTS)) else (None,):
         pins = replace(context.pins, sizes=sizes, sequence_parallel=sequence_parallel)
         try:
-            space = replace(context, pins=pins, formulated={config: branch.space}, spaces={}).formulate(
-                branch.space.decision_graph, config
-            )
+            held = replace(context, pins=pins, formulated={})
+            space = held.formulate(branch.space.decision_graph, config, like=branch.space)
         except PinError:
             continue
         return replace(branch, candidate=replace(branch.candidate, config=config), formulated=space)

@@ -36,7 +36,7 @@ class SearchContext:
 
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
-    ``formulated`` the last space of each configuration, ``spaces`` all of them, ``paths`` those of the schedule of each
+    ``formulated`` the space of each configuration of a model and its training, ``paths`` those of the schedule of each
     pipeline, ``own_bounds`` those of configurations by themselves, ``free_s`` what plans take if memory and waiting
     cost nothing, by micro-batches, ``typical`` what solves the problem of a typical rank, and ``chains`` those of
     choices. A plan may take ``memory_bytes`` of a device; ``None``: all that it can use.
@@ -53,13 +53,12 @@ class SearchContext:
     spare_bytes: int = 0
     gap: float = 0.0
     known: dict[str, Labels] = field(default_factory=dict)
-    formulated: dict[ParallelConfig, Space] = field(default_factory=dict)
+    formulated: dict[tuple[DecisionGraph, ParallelConfig, Training], Space] = field(default_factory=dict)
     paths: dict[Pipeline, Paths] = field(default_factory=dict)
     own_bounds: dict[ParallelConfig, PipelineBounds] = field(default_factory=dict)
     free_s: dict[object, dict[int, float]] = field(default_factory=dict)
     typical: dict[Space, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     chains: dict[tuple[Space, tuple[int, ...]], tuple[Link, ...]] = field(default_factory=dict)
-    spaces: dict[tuple[DecisionGraph, ParallelConfig, Training], Space] = field(default_factory=dict)
     stored: StoredLayouts | None = None
     memory_bytes: int | None = None
 
@@ -84,12 +83,16 @@ class SearchContext:
             self.known[label] = label_blocks(decision_graph, label)
         return self.known[label]
 
-    def formulate(self, decision_graph: DecisionGraph, config: ParallelConfig) -> Space:
-        """Every decision to take in one configuration."""
+    def formulate(self, decision_graph: DecisionGraph, config: ParallelConfig, like: Space | None = None) -> Space:
+        """Every decision to take in one configuration, found once.
+
+        Args:
+            like: a space whose mesh has the same axes, whatever they are called.
+        """
         mesh, graph = config.mesh, decision_graph.graph
         key = decision_graph, config, self.training
-        if key in self.spaces:
-            return self.spaces[key]
+        if key in self.formulated:
+            return self.formulated[key]
         kept = filters(self.pins, graph, self.rules, mesh, partial(self.labels, decision_graph))
         if self.stored is not None:
             kept = kept[0], self.stored.allow_leaf(mesh)
@@ -102,15 +105,14 @@ class SearchContext:
             *kept,
             decision_graph,
             config.pace(self.pins.schedule),
-            like=next((space for each, space in self.formulated.items() if each.mesh == mesh), None),
+            like=like or next((space for (_, each, _), space in self.formulated.items() if each.mesh == mesh), None),
         )
-        self.formulated[config] = space
         empty = [variable for variable, options in space.options.items() if not options]
         if empty:
             raise PinError(
                 f"the pins leave no way to run {space.describe(empty[0])} on mesh {mesh.sizes}; relax one of them"
             )
-        self.spaces[key] = space
+        self.formulated[key] = space
         return space
 
     def bounds(self, decision_graph: DecisionGraph, config: ParallelConfig) -> PipelineBounds:
