@@ -11,7 +11,7 @@ from planner.formulation.constraints.roles import ranks_sharing
 from planner.ir.graph import Graph, Node, TensorType
 from planner.ir.layout import Mesh
 from planner.ops import attends
-from planner.ops.attention import HEADS, QUERY, RING, ZIGZAG, ZIGZAG_RING, no_ring, no_zigzag
+from planner.ops.attention import HEADS, QUERY, RING, RINGS, ZIGZAG, ZIGZAG_RING, no_ring, no_zigzag
 from planner.ops.sharding_rule import Rule
 
 
@@ -73,7 +73,7 @@ def ways_to_attend(
 
 def _check(kind: ContextKind, node: Node, operands: tuple[TensorType, ...], rule: Rule, ranks: int) -> None:
     """Refuse what cannot be run in a kind in which queries are sharded."""
-    sharded = SHARDED[kind]
+    sharded, keys = SHARDED[kind], rule.sizes.get("key", 1)
     if why := sharded.refusal(node, operands):
         raise _refused(kind, node, f"{why}: pin {sharded.instead}, or leave out 'context_kind'")
     multiple = ranks * next(way.multiple for way in rule.ways_of(QUERY) if way.named(QUERY) == sharded.way)
@@ -82,6 +82,11 @@ def _check(kind: ContextKind, node: Node, operands: tuple[TensorType, ...], rule
         raise _refused(
             kind, node, f"has {length} queries, of which {ranks} ranks do not have {multiple // ranks} equal parts "
             f"each: pad the sequence to {-(-length // multiple) * multiple}, or pin {sharded.instead}",
+        )  # fmt: skip
+    if sharded.way in RINGS and keys % ranks:
+        raise _refused(
+            kind, node, f"has {keys} keys, which {ranks} ranks do not divide: pad what it attends to to "
+            f"{-(-keys // ranks) * ranks}, or pin {sharded.instead}",
         )  # fmt: skip
 
 
