@@ -317,6 +317,27 @@ def test_a_loss_that_balances_over_the_batch_has_no_micro_batches() -> None:
         autopar.plan(Mixture(), ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2, "micro_batches": 2})
 
 
+@pytest.mark.parametrize("name, pin, strategy", [
+    ("gpt-oss", {"expert": 2, "expert_tensor": 2}, "expert:t.dispatch expert_tensor:f"),
+    ("mixtral", {"tensor": 2, "expert": 2, "expert_tensor": 1}, "expert:t.dispatch tensor:e"),
+    ("qwen2-moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, "expert:t.dispatch tensor:f"),
+], ids=str)  # fmt: skip
+def test_pinned_ranks_share_each_expert_or_have_whole_ones(name: str, pin: dict[str, int], strategy: str) -> None:
+    model, batch = MODELS[name].build()
+    plan = autopar.plan(model, ClusterSpec.local(4), example_kwargs=batch, pin=pin)
+    assert {way for block in plan.blocks for name, way in block.ops.items() if name.endswith("experts")} == {strategy}
+    found = autopar.verify(model, plan, example_kwargs=batch)
+    assert found.agreement is not None and found.agreement.agrees() and plan.pin == pin
+
+
+def test_an_axis_of_experts_that_see_all_tokens_is_called_for_what_it_does_else() -> None:
+    """Experts have most of the work, and the batch is shared in all else."""
+    batch = {name: torch.randn(16, WIDTH) for name in ("x", "y")}
+    pin = {"data": 2, "layers": {"": {"data": "e"}}}
+    told = " ".join(str(autopar.plan(Mixture(8, 7), ClusterSpec.local(2), example_kwargs=batch, pin=pin)).split())
+    assert "Shards experts over all 2 processes (expert parallel), copies the model over all 2 processes (data " in told
+
+
 @pytest.mark.parametrize("way", ["t.dispach", "e.dispatch", "e/2", "dispatch", "k", "t.dispatch/3"])
 def test_ways_that_experts_do_not_have(way: str) -> None:
     """None of them runs on the whole of the experts instead."""
@@ -332,11 +353,15 @@ def test_dispatch_on_ranks_that_do_not_divide_tokens_or_experts(way: str, ranks:
         decided(Mixture(experts=4), way, (ranks,), 32)
 
 
-@pytest.mark.parametrize("model, message", [
-    ("mixtral", "pin 'expert' is 8 but the expert dim has length 4, which it does not divide"),
-    ("llama", "pin 'expert' shards experts, and the model has none that are known as such: write them with autopar"),
+@pytest.mark.parametrize("model, pin, message", [
+    ("mixtral", {"expert": 8}, "pin 'expert' is 8 but the expert dim has length 4, which it does not divide"),
+    ("llama", {"expert": 8}, "pin 'expert' shards experts, and the model has none that are known as such: write them"),
+    ("llama", {"tensor": 8, "expert_tensor": 8}, "pin 'expert_tensor' shards each expert, and the model has none that"),
+    ("mixtral", {"tensor": 2, "expert": 4, "expert_tensor": 1},
+     "'expert_tensor' is 1 beside pin 'tensor' 2 and pin 'expert' 4, so that 8 ranks .* the expert dim has length 4"),
+    ("mixtral", {"tensor": 8, "expert_tensor": 2}, "is 2 beside pin 'tensor' 8, .* all together .8., or have whole"),
 ])  # fmt: skip
-def test_experts_that_do_not_divide_or_are_not_there(model: str, message: str) -> None:
+def test_experts_that_do_not_divide_or_are_not_there(model: str, pin: dict[str, int], message: str) -> None:
     module, batch = MODELS[model].build()
     with pytest.raises(PinError, match=message):
-        autopar.plan(module, ClusterSpec.local(8), example_kwargs=batch, pin={"expert": 8})
+        autopar.plan(module, ClusterSpec.local(8), example_kwargs=batch, pin=pin)
