@@ -109,7 +109,7 @@ def filters(
         if any(labelled(node, strategy, dims[each.shards]) for each in others):
             return False
         if role.shards == "context" and node.name in attend:
-            return strategy.sharded in attend[node.name]
+            return strategy.sharded in attend[node.name][role.name]
         if role.shards != WEIGHTS:
             for label in role.labels:
                 if has(node, dims[label], ranks_sharing(mesh, label)):
