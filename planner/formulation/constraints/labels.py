@@ -149,6 +149,13 @@ LABELS = {
         "leave out 'expert'",
         remedy="change the pin",
     ),
+    "expert features": Label(
+        of_rows("expert features"),
+        "hidden features of experts",
+        missing="shards each expert, and the model has none that are known as such: write them with autopar.experts, "
+        "or leave out 'expert_tensor'",
+        remedy="change the pin",
+    ),
     "table": Label(
         of_rows("table"),
         "slabs of embedding tables",
@@ -158,8 +165,8 @@ LABELS = {
     ),
     "stream": Label(_tokens),
 }
-"""``context`` is the query sequence of attention, ``expert`` what experts are stacked along; ``stream`` is the batch
-and, however attention is written, the sequence."""
+"""``context`` is the query sequence of attention, ``expert`` what experts are stacked along, ``expert features`` what
+each has between its products; ``stream`` is the batch and, however attention is written, the sequence."""
 
 
 def label_blocks(decision_graph: DecisionGraph, label: str) -> Labels:

@@ -52,7 +52,9 @@ ROLES = {
         Role("replicate", "batch", "whole"),
         Role("data", "batch", "zero", takes_rest=True, is_tried=True),
         Role("expert", "expert", "zero", elsewhere="batch", is_alone=True),
+        Role("expert_tensor", "expert features", "zero", elsewhere="batch", is_alone=True),
         Role("context", "context", "whole"),
+        Role("ulysses", "context", "whole"),
         Role("table", "table", "any", elsewhere="batch"),
         Role("tensor", WEIGHTS, "any", is_tried=True),
     )
