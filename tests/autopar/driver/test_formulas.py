@@ -94,7 +94,7 @@ def check(name: str, pin: Mapping[str, Any], **sizes: int) -> None:
     assert float(at(formulas.step_time_s, numbers)) == pytest.approx(found.step_time_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("name, pin", zip(BATCHES, cycle(PINS), strict=False), ids=str)
+@pytest.mark.parametrize("name, pin", [*zip(BATCHES, cycle(PINS), strict=False)], ids=str)
 def test_at_another_batch(name, pin):
     check(name, pin, batch=LARGER["batch"])
 
