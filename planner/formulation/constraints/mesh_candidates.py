@@ -68,7 +68,8 @@ def pinned_mesh(cluster: ClusterSpec, sizes: Mapping[str, int], stages: int = 1)
         )
     if REST in sizes and pinned != world:
         others = f"change a size, or leave out {REST} to have it inferred"
-        more = ", ".join(name for name in reversed(ROLES) if ROLES[name].shards != ROLES[REST].shards)
+        named = (name for name in reversed(ROLES) if not ROLES[name].pin)
+        more = ", ".join(name for name in named if ROLES[name].shards != ROLES[REST].shards)
         alone = f"every device is on some axis: pin what {REST} leaves, too ({more}), or leave {REST} out"
         raise PinError(
             f"pinned {product}, but {cluster.name!r} has {world} devices; {others if len(shown) > 1 else alone}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from planner.base.errors import PinError
+from planner.formulation.constraints.grids import in_pins, read_tensor
 from planner.formulation.constraints.roles import ROLES, WEIGHTS, sharing
 from planner.formulation.constraints.synonyms import meant
 from planner.formulation.constraints.zero import Ways, Zero, levels_alone, read_zero, unshardings
@@ -100,7 +101,7 @@ class Pins:
             raise PinError(f"pin is {pin!r}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
         pin = dict(pin or {})
         known = {
-            *ROLES,
+            *(name for name, role in ROLES.items() if not role.pin),
             *COUNTS,
             "sequence_parallel",
             "context_kind",
@@ -120,8 +121,9 @@ class Pins:
         counts = {name: _count(name, what, pin.pop(name, None)) for name, what in COUNTS.items()}
         schedule = _schedule(pin.pop("schedule", None), counts["virtual_stages"])
         batch_norm = _batch_norm(pin.pop("batch_norm", None))
-        sizes: dict[str, int] = {}
-        for name in ROLES:
+        sizes = read_tensor(pin.get("tensor"), pin.get("depth") is not None)
+        pin |= {"tensor": None} if sizes else {}
+        for name in (name for name, role in ROLES.items() if not role.pin):
             size = pin.pop(name, None)
             if size is None:
                 continue
@@ -138,6 +140,11 @@ class Pins:
             raise PinError(f"pin 'sequence_parallel' is {sequence_parallel!r}; it is True or False")
         if sequence_parallel and all(sizes.get(name, 1) == 1 for name in sharing(WEIGHTS)):
             raise PinError("pin 'sequence_parallel' shards the sequence over the tensor axis: pin 'tensor' above 1 too")
+        if sequence_parallel is not None and any(ROLES[name].pin for name in sizes):
+            raise PinError(
+                f"pin 'sequence_parallel' is {sequence_parallel}, but a grid, pin 'tensor' {in_pins(sizes)['tensor']}, "
+                "shards norms and residuals along its own axes: leave one of both out"
+            )
         context_kind = _context_kind(pin.pop("context_kind", None), sizes)
         recompute, keep = _recompute(pin.pop("recompute", None))
         offload = _offload(pin.pop("offload", None))
@@ -207,7 +214,7 @@ class Pins:
 
     def to_dict(self) -> dict[str, object]:
         """The user's form."""
-        found: dict[str, object] = dict(self.sizes)
+        found = in_pins(self.sizes)
         if self.sequence_parallel is not None:
             found["sequence_parallel"] = self.sequence_parallel
         if self.context_kind is not None:
