@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from planner.ir.graph import Node, TensorType
 from planner.ops import OPS
-from planner.ops.attention import QUERY, RING
 from planner.ops.attention_pieces import QueryShards, scratch_bytes
 from planner.ops.function import kept
 from planner.ops.normalization import HIDDEN
@@ -121,7 +120,7 @@ def beside(
     if row is not None and row.between is not None:
         found = row.between(node, types, sizes, share)
         return ScratchBytes(found.forward, found.backward)
-    shards = QueryShards(share.parts.get(QUERY, 1), ring=share.parts.get(RING, 1))
+    shards = QueryShards.of(share.parts)
     if row is not None and row.kernel == "attention" and shards.is_in_pieces(node):
         return ScratchBytes(*scratch_bytes(node, types, sizes, shards))
     if row is None or not on_cpu or SCORES not in row.saved(node, tuple(types)):

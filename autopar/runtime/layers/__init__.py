@@ -75,7 +75,11 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     "aten.scatter.value": LocalForm(scatter, _CLASSES, takes_op=True),
     "aten.scaled_dot_product_attention.default": LocalForm(
         attention,
-        {"query_groups": ("query", "query.ring"), "ring_groups": ("query.ring",)},
+        {
+            "query_groups": ("query", "query.ring", "query.zigzag", "query.zigzag_ring"),
+            "ring_groups": ("query.ring", "query.zigzag_ring"),
+            "zigzag_groups": ("query.zigzag", "query.zigzag_ring"),
+        },
         strips={"query_groups": "query_strips"},
     ),
     "autopar.experts.default": LocalForm(

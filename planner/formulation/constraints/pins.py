@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from planner.base.errors import PinError
 from planner.formulation.constraints.grids import in_pins, read_tensor
-from planner.formulation.constraints.roles import ROLES, WEIGHTS, sharing
+from planner.formulation.constraints.roles import ROLES, WEIGHTS, pinnable, sharing
 from planner.formulation.constraints.synonyms import meant
 from planner.formulation.constraints.zero import Ways, Zero, levels_alone, read_zero, unshardings
 from planner.formulation.remat.levels import COMPUTED, Level
@@ -24,8 +24,8 @@ from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 from planner.tables.tables_plan import NO_SLAB, SLABS
 
 BatchNorm = Literal["micro_batch"]
-ContextKind = Literal["gather", "ring", "ulysses"]
-CONTEXT_KINDS: tuple[ContextKind, ...] = ("gather", "ring", "ulysses")
+ContextKind = Literal["gather", "zigzag_gather", "ring", "zigzag", "ulysses"]
+CONTEXT_KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
 Offload = Literal["none", "host", "auto", "disk"]
 TIERS: Mapping[Offload, Tier] = {"none": "device", "host": "host", "auto": "either", "disk": "disk"}
@@ -101,7 +101,7 @@ class Pins:
             raise PinError(f"pin is {pin!r}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
         pin = dict(pin or {})
         known = {
-            *(name for name, role in ROLES.items() if not role.pin),
+            *pinnable(),
             *COUNTS,
             "sequence_parallel",
             "context_kind",
@@ -123,7 +123,7 @@ class Pins:
         batch_norm = _batch_norm(pin.pop("batch_norm", None))
         sizes = read_tensor(pin.get("tensor"), pin.get("depth") is not None)
         pin |= {"tensor": None} if sizes else {}
-        for name in (name for name, role in ROLES.items() if not role.pin):
+        for name in pinnable():
             size = pin.pop(name, None)
             if size is None:
                 continue
@@ -259,7 +259,8 @@ def _context_kind(value: object, sizes: Mapping[str, int]) -> ContextKind | None
             return kind
     raise PinError(
         f"pin 'context_kind' is {value!r}; the ranks of the context axis 'gather' keys and values, pass them around in "
-        "a 'ring', or share heads instead of the sequence while they attend ('ulysses')"
+        "a 'ring', both as they are or so that a causal mask leaves all as much ('zigzag_gather', 'zigzag'), or share "
+        "heads instead of the sequence while they attend ('ulysses')"
     )
 
 

@@ -74,6 +74,11 @@ ROLES = {
 REST = next(name for name, role in ROLES.items() if role.takes_rest)
 
 
+def pinnable() -> tuple[str, ...]:
+    """The names of the axes that have pins of their own."""
+    return tuple(name for name, role in ROLES.items() if not role.pin)
+
+
 def sharing(label: str) -> tuple[str, ...]:
     """The names of the axes that shard a label."""
     return tuple(name for name, role in ROLES.items() if label in role.labels)

@@ -182,10 +182,10 @@ def declared(rule: Rule, strategies: Sequence[AxisStrategy], sizes: Sequence[int
         local[strategy.factor] //= size
         ways[strategy.sharded] *= size
     return sorted(
-        (inner.kind, inner.count * inner.item_bytes * math.prod(local[f] for f in inner.factors) // shared)
+        (inner.kind, inner.count * inner.item_bytes * math.prod(local[f] for f in inner.factors) // divided)
         for strategy, size in zip(strategies, sizes, strict=True)
         for inner in strategy.inner
-        for shared in [math.prod(ways[way] for way in inner.shared)]
+        for divided in [inner.parts * math.prod(ways[way] for way in inner.shared)]
         for _ in range(size - 1 if inner.around else 1)
         if inner.phase == phase
     )
@@ -337,6 +337,16 @@ def test_ring_attention(sizes: Any, factors: Any, hides: str) -> None:
     args = (randn(2, 4, 16, 6), randn(2, 2, keys, 6), randn(2, 2, keys, 10), masks.get(hides), 0.0, hides == "later")
     op = aten.scaled_dot_product_attention.default
     check_layer(op, args, sizes, factors, scale=0.3, enable_gqa=True)
+
+
+@pytest.mark.parametrize("sizes, factors", [
+    ((2,), ("query.zigzag",)), ((4,), ("query.zigzag",)), ((2, 2), ("query.zigzag", "group")),
+    ((2,), ("query.zigzag_ring",)), ((3,), ("query.zigzag_ring",)), ((4,), ("query.zigzag_ring",)),
+    ((8,), ("query.zigzag_ring",)), ((2, 2), ("kv", "query.zigzag_ring")), ((2, 2), ("query.zigzag_ring", "d0")),
+])  # fmt: skip
+def test_attention_in_zigzag_order(sizes: Any, factors: Any) -> None:
+    args = (randn(2, 4, 48, 6), randn(2, 2, 48, 6), randn(2, 2, 48, 10), None, 0.0, True)
+    check_layer(aten.scaled_dot_product_attention.default, args, sizes, factors, scale=0.3, enable_gqa=True)
 
 
 def test_ring_attention_sums_narrow_numbers_in_wide_ones() -> None:
