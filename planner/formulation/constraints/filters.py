@@ -91,6 +91,8 @@ def filters(
         for glob, wanted in pins.layers.items():
             if node.name in pinned[glob] and names[axis] in wanted:
                 return str(strategy) == wanted[names[axis]]
+        if pins.layers and strategy.way.pinned:
+            return False
         role, size = roles[axis], mesh.axes[axis].size
         if names[axis] == MICRO:
             if has(node, dims["batch"], size):
@@ -144,6 +146,11 @@ def filters(
         return True
 
     return allow, allow_leaf if pins.sizes else None
+
+
+def tried(allow: Allow | None) -> Allow:
+    """What the search tries of what is allowed where no pin names a strategy."""
+    return lambda node, axis, strategy: not strategy.way.pinned and (allow is None or allow(node, axis, strategy))
 
 
 def _may_store(role: Role, is_whole: bool, way: int | None) -> bool:
@@ -267,7 +274,8 @@ def _check_strategy(glob: str, rule: Rule, axis: Axis, wanted: str) -> None:
 
 def _divided(rule: Rule, factor: str, strips: int, way: FactorWay) -> int:
     """What the ranks that shard strips of a factor so must divide: their size, and those of dims sharded with them."""
-    others = ((rule.operands[place], t) for place, t in way.operands.items() if isinstance(t, Shard))
+    sides = (rule.operands, way.operands), (rule.results, way.results)
+    others = ((dims[place], t) for dims, types in sides for place, t in types.items() if isinstance(t, Shard))
     sizes = (math.prod(rule.sizes[name] for name in dims[t.dim]) // t.outer for dims, t in others)
     return math.gcd(rule.sizes[factor] // strips, *sizes)
 

@@ -36,6 +36,7 @@ PRELOAD = (
 )
 BY_MODULE = {"transformer.wte": 0, "transformer.wpe": 2, "*.ln_?": 0, "transformer.h.*": 3, "*": 0}
 """How GPT-2's parameters are stored on the axis of the data, and gathered."""
+STREAMED = {"*.up_proj": {"tensor": "n.ring"}, "*.down_proj": {"tensor": "k.ring"}}
 CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("mlp", None, 2),
     ("mlp", {"data": 4}, 4),
@@ -55,7 +56,7 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("llama", None, 2),
     ("llama", {"data": 2, "context": 2, "context_kind": "ring"}, 4),
     ("llama", {"data": 2, "tensor": 2, "zero": 3, "recompute": "full"}, 4),
-    ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3}, 4),
+    ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3, "layers": STREAMED}, 4),
     ("llama", {"replicate": 2, "data": 2, "zero": 3}, 4),
     ("spectral", {"data": 2, "zero": 3}, 2),
     ("mixtral", {"data": 2, "expert": 2, "zero": 3, "recompute": "full"}, 4),

@@ -8,6 +8,7 @@ import pytest
 
 from planner.analysis.prediction import predict
 from planner.base.errors import PinError
+from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
@@ -16,7 +17,7 @@ from planner.ir.layout import Shard
 from planner.search.search import search
 from tests.planner.plans import Build, cluster, plan_of, residual_mlp, whole
 
-COLUMNS = {"layers.*": {"column": "n"}}
+COLUMNS, PANELS = {"layers.*": {"column": "n"}}, {"layers.*": {"column": "n.panels"}}
 SWAPPED = {"layers.*.up": {"input": "n", "output": "k"}, "layers.*.down": {"input": "k", "output": "n"}}
 ITEM = 4
 """Bytes of an element."""
@@ -24,6 +25,7 @@ MOVED = {
     "all_gather": lambda ranks: ranks - 1,
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "send": lambda ranks: 1,
 }
 """What a rank sends in a ring, as times what it passes in."""
 
@@ -66,6 +68,7 @@ def moved(assignment: Assignment) -> float:
             {"tensor": [2, 2], "depth": 2, "layers": COLUMNS, "recompute": "full"},
             lambda mk, kn, mn: 3 / 4 * (mk / 2 + kn) + 2 / 2 * kn / 4,
         ),
+        (4, {"tensor": [2, 2], "layers": PANELS, "recompute": "resharded"}, lambda mk, kn, mn: 3 / 4 * (mk + kn)),
         (
             8,
             {"tensor": [2, 2, 2], "layers": SWAPPED, "recompute": "none"},
@@ -95,6 +98,25 @@ def test_everything_is_shared_by_all_ranks_of_a_grid() -> None:
         for name in ("up0_w", "down1_w", "before0", "relu1", "norm"):
             layout = assignment.produced(Ref(name))
             assert all(isinstance(each, Shard) for each in layout), f"{name} is {layout}"
+
+
+def test_streamed_products_hide_what_goes_around_and_save_shards() -> None:
+    rings = {"*.up": {"tensor": "n.ring"}, "*.down": {"tensor": "k.ring"}}
+    graph, spec = transformer(2, batch=8, hidden=4096, length=1024), ClusterSpec.preset("dgx-h100")
+    whole_, streamed = (
+        search(graph, spec, whole({"tensor": 8, "layers": layers, "recompute": "none"}), Training())
+        for layers in ({"*.up": {"tensor": "n"}, "*.down": {"tensor": "k"}}, rings)
+    )
+    waits = [predict(each.assignment, 0.0).time_s["communication"] for each in (streamed, whole_)]
+    assert waits[0] < waits[1] / 4 and streamed.best.evaluation.time_s < whole_.best.evaluation.time_s
+    assert streamed.memory is not None and whole_.memory is not None
+    assert streamed.memory.saved_bytes < whole_.memory.saved_bytes / 2
+    up = streamed.assignment.choice(graph.by_name["up1"])
+    assert (up.operands[0], up.results[0]) == ((Shard(1),), (Shard(2),))
+    free = search(graph, spec, whole({"tensor": 8}), Training()).assignment
+    assert not any(axis.way.pinned for node in graph.operators for axis in free.choice(node).axes)
+    with pytest.raises(PinError, match=r"n.ring has size 2, which 4 ranks do not divide"):
+        found(transformer(2, length=6), 4, {"tensor": 4, "layers": rings})
 
 
 def test_pins_keep_their_form() -> None:
