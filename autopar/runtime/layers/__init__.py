@@ -46,6 +46,7 @@ class LocalForm:
         takes_op: the function's first argument is the operator.
         is_region: its first argument is the run state, and it is one region of it (:func:`RandomState.region`) that
             draws nothing: what it keeps for backward is made anew where it runs again. It always replaces the operator.
+        takes_path: a keyword ``path`` takes the path of the module, for errors. It always replaces the operator.
     """
 
     function: Callable[..., Any]
@@ -53,6 +54,7 @@ class LocalForm:
     strips: Mapping[str, str] = field(default_factory=dict)
     takes_op: bool = False
     is_region: bool = False
+    takes_path: bool = False
 
 
 _TOKENS = ("t", "d1", "d2", "d3")
@@ -64,8 +66,10 @@ _MEAN = LocalForm(partial_mean, {"contracted_groups": (CONTRACTED,)}, takes_op=T
 _NLL = LocalForm(nll_loss, {"token_groups": _TOKENS}, takes_op=True)
 
 LOCAL_FORMS: dict[str, LocalForm] = {
-    "aten.embedding.default": LocalForm(vocab_embedding, {"vocab_groups": ("v",)}),
-    "autopar.embedding_bag.default": LocalForm(sharded_embedding_bag, {"vocab_groups": ("v",), "id_groups": ("n",)}),
+    "aten.embedding.default": LocalForm(vocab_embedding, {"vocab_groups": ("v",)}, takes_path=True),
+    "autopar.embedding_bag.default": LocalForm(
+        sharded_embedding_bag, {"vocab_groups": ("v",), "id_groups": ("n",)}, takes_path=True
+    ),
     "autopar.embedding_slabs.default": LocalForm(row_sharded_slabs, {"row_groups": ("r",)}),
     "aten.cross_entropy_loss.default": LocalForm(
         cross_entropy_loss, {"token_groups": _TOKENS, "vocab_groups": ("v",)}

@@ -158,6 +158,13 @@ LABELS = {
         "leave out 'expert'",
         remedy="change the pin",
     ),
+    "expert features": Label(
+        of_rows("expert features"),
+        "hidden features of experts",
+        missing="shards each expert, and the model has none that are known as such: write them with autopar.experts, "
+        "or leave out 'expert_tensor'",
+        remedy="change the pin",
+    ),
     "table": Label(
         of_rows("table"),
         "slabs of embedding tables",
@@ -169,9 +176,9 @@ LABELS = {
     "tokens": Label(of_weights(_tokens)),
     "features": Label(of_weights(lambda node, rule, weight: {*weight})),
 }
-"""``context`` is the query sequence of attention, ``expert`` what experts are stacked along; ``tokens`` are the batch
-and, however attention is written, the sequence, ``features`` what weights have, such as the hidden dim and heads;
-``stream`` is what norms take and give."""
+"""``context`` is the query sequence of attention, ``expert`` what experts are stacked along, ``expert features`` what
+each has between its products; ``tokens`` are the batch and, however attention is written, the sequence, ``features``
+what weights have, such as the hidden dim and heads; ``stream`` is what norms take and give."""
 
 
 def label_blocks(decision_graph: DecisionGraph, label: str) -> Labels:

@@ -6,7 +6,7 @@ Everything is read off the decisions, not off pins or the names of axes, so that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from planner.base.formatting import GATHERED_AGAIN, in_bytes, in_percent, in_seconds
@@ -31,7 +31,9 @@ LOOKED_UP = ("vocabulary", "features", LABELS["table"].word)
 """Words for look-ups of which each rank of an axis has some rows, features or tables."""
 DISPATCHED = "dispatch"
 """The word for experts that are shared together with the batch, whose tokens go to where they are."""
-SHARED = (DISPATCHED, LABELS["expert"].word)
+EXPERTS, FEATURES = LABELS["expert"].word, LABELS["expert features"].word
+"""Words for experts that are shared, or each of them, and see all tokens; the axis may share anything in all else."""
+SHARED = (DISPATCHED, EXPERTS)
 """Words for mixtures of which each rank of an axis has some experts."""
 WHOLE = ("whole", "terms")
 """Words for operators of which an axis shards nothing, by themselves."""
@@ -81,14 +83,19 @@ def _stages(document: Document) -> Iterator[str]:
 def _axes(document: Document) -> Iterator[str]:
     """What the axes divide, from neighbours outwards: first what needs the fastest links."""
     axes, work = document.mesh.axes, _work(document)
-    tables, experts = _parted(document, LOOKED_UP), _parted(document, SHARED)
-    whole = _stored_whole(document, [{*one, *other} for one, other in zip(tables, experts, strict=True)])
+    tables, experts, features = (_parted(document, words) for words in (LOOKED_UP, SHARED, (FEATURES,)))
+    parted = [set().union(*each) for each in zip(tables, experts, features, strict=True)]
+    whole = _stored_whole(document, parted)
     kinds = {at: _kind(axis, work[at]) for at, axis in enumerate(axes) if axis.size > 1 and axis.name != MICRO}
     is_sharded = any(kind == "data" and not whole[at] for at, kind in kinds.items())
+    attends = _attends(document, [at for at, kind in kinds.items() if kind == "context"])
     places: dict[tuple[str, str], list[str]] = {}
     for at, kind in reversed([*kinds.items()]):
         if experts[at]:
             called = "shards experts", " (expert parallel)"
+            places.setdefault(called, []).append(f"over {_place(document, axes, at)}")
+        elif features[at] and kind != "tensor":
+            called = "shards each expert", " (expert tensor parallel)"
             places.setdefault(called, []).append(f"over {_place(document, axes, at)}")
         if kind == "data" and tables[at]:
             places.setdefault(("shards embedding tables", ""), []).append(f"over {_place(document, axes, at)}")
@@ -100,7 +107,7 @@ def _axes(document: Document) -> Iterator[str]:
         elif kind == "tensor":
             what = "splits weights", f" (tensor parallel{', sequence parallel' * (work[at]['sequence'] > 0)})"
         elif kind == "context":
-            what = "splits the sequence", f" (context parallel{_attends(document, at)})"
+            what = "splits the sequence", f" (context parallel{attends})"
         else:
             what = ("repeats the work" if kind == "idle" else "divides the work"), ""
         places.setdefault(what, []).append(f"over {_place(document, axes, at)}")
@@ -126,22 +133,26 @@ def _kind(axis: Axis, work: Mapping[str, int]) -> str:
         name = axis.name.partition("_")[0]
         return {"replicate": "data"}.get(name, name)
     shares = {"data": work.get("batch", 0) + work.get(DISPATCHED, 0), "context": work.get("sequence", 0)}
-    shares["tensor"] = sum(work.values()) - sum(shares.values()) - sum(work.get(word, 0) for word in (*WHOLE, HEADS))
+    beside = sum(work.get(word, 0) for word in (*WHOLE, HEADS, EXPERTS, FEATURES))
+    shares["tensor"] = sum(work.values()) - sum(shares.values()) - beside
     kind = max(shares, key=lambda name: shares[name])
     return kind if shares[kind] else "idle"
 
 
-def _attends(document: Document, at: int) -> str:
-    """How the ranks of an axis attend to one another's keys: what most attention does."""
-    found = Counter[str]()
-    for block, detail in zip(document.blocks, document.account.blocks, strict=False):
-        for name, op in detail.ops.items():
-            if name not in block.ops:
-                continue
-            way = block.ops[name].split()[at].partition(":")[2].partition("/")[0]
-            if how := ATTENDS.get(HEADS if op.meaning[at] == HEADS else way):
-                found[how] += block.count * op.flops
-    return f": {found.most_common(1)[0][0]}" if found else ""
+def _attends(document: Document, axes: Sequence[int]) -> str:
+    """How the ranks of context axes attend to one another's keys, inner ones first: what most attention does."""
+    told = dict[str, None]()
+    for at in reversed(axes):
+        found = Counter[str]()
+        for block, detail in zip(document.blocks, document.account.blocks, strict=False):
+            for name, op in detail.ops.items():
+                if name not in block.ops:
+                    continue
+                way = block.ops[name].split()[at].partition(":")[2].partition("/")[0]
+                if how := ATTENDS.get(HEADS if op.meaning[at] == HEADS else way):
+                    found[how] += block.count * op.flops
+        told.update(dict.fromkeys(how for how, _ in found.most_common(1)))
+    return f": {'hybrid of ' * (len(told) > 1)}{' and '.join(told)}" if told else ""
 
 
 def _parted(document: Document, words: tuple[str, ...]) -> list[set[str]]:

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import autopar
+from autopar.driver.tables import left_open
+from autopar.driver.trace import trace
 from autopar.measure.local_processes import LocalProcesses, RankError
 from planner.base.errors import PinError, PlanError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
 from planner.plan.plan import Plan
 from tests.autopar.tables import dlrm
 
@@ -88,6 +91,13 @@ def test_tables_that_other_pins_decide_are_left_out_of_slabs() -> None:
     assert len(plan.tables.in_slabs) == len(dlrm.SIZES) - 1
 
 
+def test_globs_of_layers_decide_the_tables_whose_look_ups_they_pin() -> None:
+    traced = trace(dlrm.model(), None, dlrm.batch())
+    for glob, count in (("tables.emb.0", 1), ("tables*", len(dlrm.SIZES)), ("tables", 0), ("**", 0)):
+        pins = Pins.parse({"tensor": 2, "layers": {glob: {"tensor": "v"}}})
+        assert len(left_open(traced, pins)) == len(dlrm.SIZES) - count, glob
+
+
 @pytest.mark.processes
 def test_tables_initialise_themselves_on_the_meta_device(pool: LocalProcesses) -> None:
     plans = [dlrm.planned(CASES[name]).to_dict() for name in ("each in its own", "data")]
@@ -101,10 +111,14 @@ def test_checkpoints_are_of_tables_and_load_under_any_placement(pool: LocalProce
 
 
 @pytest.mark.processes
-def test_an_id_beyond_its_table_is_an_error(pool: LocalProcesses) -> None:
-    plan = dlrm.planned(CASES["table"]).to_dict()
-    with pytest.raises(RankError, match=r"looks up id 20 in table 'tables\.emb\.1\.weight', which has 20 rows"):
-        pool.run(dlrm.looks_up_what_is_not_there, plan, ranks=4)
+@pytest.mark.parametrize("case, message", [
+    ("table", r"looks up id 20 in table 'tables\.emb\.1\.weight', which has 20 rows"),
+    ("row", r"id 20 is beyond the 20 rows of table 'tables\.emb\.1' \(0 to 19\)"),
+    ("data", r"id 20 is beyond the 20 rows of table 'tables\.emb\.1' \(0 to 19\)"),
+])  # fmt: skip
+def test_an_id_beyond_its_table_is_an_error(pool: LocalProcesses, case: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        pool.run(dlrm.looks_up_what_is_not_there, dlrm.planned(CASES[case]).to_dict(), ranks=4)
 
 
 CRITEO = (
