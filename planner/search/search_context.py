@@ -11,7 +11,7 @@ from planner.analysis.pipeline.chain import Link, links_of
 from planner.base.errors import PinError
 from planner.cost.model import CostModel
 from planner.formulation.assignment import assignment_of
-from planner.formulation.constraints.filters import filters, tried
+from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.labels import Labels, label_blocks
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.constraints.stored_layouts import StoredLayouts
@@ -93,19 +93,16 @@ class SearchContext:
         key = decision_graph, config, self.training
         if key in self.formulated:
             return self.formulated[key]
-        allow, allow_leaf = filters(self.pins, graph, self.rules, mesh, partial(self.labels, decision_graph))
-        if not self.pins.layers:
-            allow = tried(allow)
+        kept = filters(self.pins, graph, self.rules, mesh, partial(self.labels, decision_graph))
         if self.stored is not None:
-            allow_leaf = self.stored.allow_leaf(mesh)
+            kept = kept[0], self.stored.allow_leaf(mesh)
         space = Space(
             decision_graph.folded,
             mesh,
             self.cost,
             replace(self.training, unsharding=config.unsharding),
             self.rules,
-            allow,
-            allow_leaf,
+            *kept,
             decision_graph,
             config.pace(self.pins.schedule),
             like=like or next((space for (_, each, _), space in self.formulated.items() if each.mesh == mesh), None),

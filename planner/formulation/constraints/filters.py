@@ -52,7 +52,7 @@ def filters(
     if pins.batch_norm is not None:
         check_batch_norm(graph, rules)
     if not pins.sizes and not pins.layers and mesh.micro_batches == 1:
-        return None, None
+        return (lambda *_: True) if pins.any_way else None, None
     names = mesh.names
     # Without a pinned size, an axis of whatever name is free: that of a further program, see planner/plan/further.py.
     roles = [ROLES.get(name) if pins.sizes else None for name in names]
@@ -98,7 +98,7 @@ def filters(
         for glob, wanted in pins.layers.items():
             if node.name in pinned[glob] and names[axis] in wanted:
                 return str(strategy) == wanted[names[axis]]
-        if pins.layers and strategy.way.pinned:
+        if strategy.way.pinned and not pins.any_way:
             return False
         role, size = roles[axis], mesh.axes[axis].size
         if names[axis] == MICRO:
@@ -156,11 +156,6 @@ def filters(
         return True
 
     return allow, allow_leaf if pins.sizes else None
-
-
-def tried(allow: Allow | None) -> Allow:
-    """What the search tries of what is allowed where no pin names a strategy."""
-    return lambda node, axis, strategy: not strategy.way.pinned and (allow is None or allow(node, axis, strategy))
 
 
 def _may_store(role: Role, is_whole: bool, way: int | None) -> bool:
