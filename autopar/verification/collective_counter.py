@@ -194,7 +194,8 @@ class _CollectiveWatch(TorchDispatchMode):
 
 
 def is_shift(given: Mapping[str, Any]) -> bool:
-    """Whether an all-to-all is one message from each rank to the next (``autopar.runtime.spmd.row_exchange.shift``).
+    """Whether an all-to-all is one message from each rank to another (``autopar.runtime.spmd.row_exchange``: ``shift``,
+    ``mirror``).
 
     It is flat, with nothing for the others; rows that are exchanged have features.
     """

@@ -7,8 +7,9 @@ among them; so what choices cost is worked out of layouts, and then taken for ea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, overload
 
 import numpy as np
@@ -115,7 +116,7 @@ def _laid(layouts: list[Layout]) -> Laid:
 
 def choices_of(graph: Graph, node: Node, mesh: Mesh, ways: list[Ways]) -> Choices:
     """Every combination of ways to run ``node``, one for each axis, whose local shapes are even, without repeats; at
-    most one passes anything around its ranks.
+    most one passes anything around its ranks, and none shards what another shards alone.
     """
     tensors, operands = (*graph.input_types(node), *node.results), len(node.inputs)
     strategies, types = [], []
@@ -134,12 +135,28 @@ def choices_of(graph: Graph, node: Node, mesh: Mesh, ways: list[Ways]) -> Choice
         places.append(grids[key])
     shape = tuple(map(len, strategies))
     is_even = np.logical_and.reduce([grid.is_even for grid in places], axis=0) if places else np.ones(shape, bool)
-    rings = [np.array([any(call.around for call in each.inner) for each in several], int) for several in strategies]
-    is_even &= sum(np.ix_(*rings), np.zeros(shape, int)) <= 1
+    is_even &= _how_many(strategies, lambda each: any(call.around for call in each.inner)) <= 1
+    for factor in {each.factor for several in strategies for each in several if each.way.alone}:
+        sharing = _how_many(strategies, partial(_shards, factor))
+        is_even &= (sharing <= 1) | (_how_many(strategies, partial(_shards_alone, factor)) == 0)
     taken = np.stack(np.nonzero(is_even))
     found = {id(grid): grid.laid(is_even) for grid in grids.values()}
     laid = tuple(found[id(grid)] for grid in places)
     return Choices(mesh.names, tuple(strategies), taken, laid[:operands], laid[operands:])
+
+
+def _how_many(strategies: Sequence[Sequence[AxisStrategy]], is_meant: Callable[[AxisStrategy], bool]) -> np.ndarray:
+    """For every combination of ways, one for each axis, how many of them are meant."""
+    meant = [np.array([is_meant(each) for each in several], int) for several in strategies]
+    return sum(np.ix_(*meant), np.zeros(tuple(map(len, strategies)), int))
+
+
+def _shards(factor: str, strategy: AxisStrategy) -> bool:
+    return strategy.factor == factor
+
+
+def _shards_alone(factor: str, strategy: AxisStrategy) -> bool:
+    return strategy.factor == factor and strategy.way.alone
 
 
 class _Grid:

@@ -412,7 +412,7 @@ class LocalCosts:
         elements, shares = call.count, choice.shares(self.mesh)
         for factor in call.factors:
             elements *= rule.sizes[factor] // shares.get(factor, 1)
-        return elements // math.prod(shares.get(factor, 1) for factor in call.shared) * call.item_bytes
+        return elements // call.parts // math.prod(shares.get(factor, 1) for factor in call.shared) * call.item_bytes
 
     def collective_s(self, kind: str, axis: Axis, bytes_in: int) -> float:
         """Seconds of a collective in every group of an axis at once."""

@@ -15,6 +15,13 @@ QUERY = "query"
 """The factor that is the query sequence, and the way to shard it in which keys are whole."""
 RING = "query.ring"
 """The way to shard queries in which keys are sharded, too, and go around the ranks in a ring."""
+ZIGZAG = "query.zigzag"
+"""As :data:`QUERY`, where each rank meets an early and a late part of the sequence, for which it exchanges half of its
+queries: of a causal mask all ranks then have as much."""
+ZIGZAG_RING = "query.zigzag_ring"
+"""As :data:`RING`, likewise."""
+RINGS = (RING, ZIGZAG_RING)
+ZIGZAGS = (ZIGZAG, ZIGZAG_RING)
 HEADS = ("kv", "group")
 """Factors: heads of keys and values, and heads of queries that share one."""
 
@@ -53,22 +60,48 @@ def attention(node: Node, operands: tuple[TensorType, ...]) -> Rule:
     )
     if QUERY not in rule.sizes:
         return rule
-    ways = MECHANICAL, *_ring(node, operands, rule)
+    ways = MECHANICAL, *_named_ways(node, operands, rule)
     return replace(rule, ways={QUERY: ways}) if node["is_causal"] or len(ways) > 1 else rule
 
 
-def _ring(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> tuple[FactorWay, ...]:
-    """Queries, keys and values sharded alike: keys and values go around, in backward once more, and their gradients
-    with them, summed in float32 at the least.
+def _named_ways(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> tuple[FactorWay, ...]:
+    """Keys and values sharded as queries are: they go around, in backward once more, and their gradients with them,
+    summed in float32 at the least. In zigzag order half of what is sharded is exchanged with a partner before, and half
+    of what comes of it after.
     """
     if no_ring(node, operands):
         return ()
-    key, value = operands[1:3]
-    factors = tuple(factor for dim in rule.operands[1][:-1] for factor in dim)
-    sent = Inner("send", factors, key.item_bytes, key.shape[-1] + value.shape[-1], shared=(RING,), around=True)
-    again, wide = replace(sent, phase="backward"), max(sent.item_bytes, 4)
+    (query, key, value), result = operands[:3], node.results[0]
+    rows, columns = (tuple(factor for dim in rule.operands[at][:-1] for factor in dim) for at in (0, 1))
+    kv, depths = key.shape[-1] + value.shape[-1], (query.shape[-1], result.shape[-1])
     along = {place: Shard(len(operands[place].shape) - 2) for place in (1, 2)}
-    return (FactorWay("ring", along, inner=(sent, again, replace(again, item_bytes=wide))),)
+
+    def around(way: str) -> tuple[Inner, ...]:
+        sent = Inner("send", columns, key.item_bytes, kv, shared=(way,), around=True)
+        again = replace(sent, phase="backward")
+        return sent, again, replace(again, item_bytes=max(again.item_bytes, 4))
+
+    ring = FactorWay("ring", along, inner=around(RING))
+    if no_zigzag(node, operands):
+        return (ring,)
+    half = Inner("send", rows, query.item_bytes, parts=2)
+    counts = {"forward": depths, "backward": (depths[0] + 2 * depths[1], depths[0])}  # query; query, result, gradient
+    halves = tuple(replace(half, phase=phase, count=count) for phase in counts for count in counts[phase])
+    keys = Inner("send", columns, key.item_bytes, kv, shared=(ZIGZAG_RING,), parts=2)
+    back = replace(keys, phase="backward")
+    zigzag = FactorWay("zigzag", inner=halves, alone=True, multiple=2)
+    return (
+        ring,
+        zigzag,
+        replace(zigzag, name="zigzag_ring", operands=along, inner=(*around(ZIGZAG_RING), *halves, keys, back, back)),
+    )
+
+
+def no_zigzag(node: Node, operands: tuple[TensorType, ...]) -> str:
+    """Why queries of an attention are not put in zigzag order; empty where they can be."""
+    if not is_causal(node):
+        return "is not causal, so that all ranks have as much in the order in which tokens are"
+    return no_ring(node, operands)
 
 
 def no_ring(node: Node, operands: tuple[TensorType, ...]) -> str:

@@ -5,40 +5,75 @@ The runtime takes its pieces from here (:func:`autopar.runtime.layers.attention`
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.ir.graph import Node, TensorType
-from planner.ops.attention import QUERY, RING, ROWS, is_causal
+from planner.ops.attention import QUERY, RINGS, ROWS, ZIGZAGS, is_causal
 from planner.ops.sharding_rule import AxisStrategy
 
+Span = tuple[range, range]
+"""Queries and keys, numbered run after run."""
 
-def pieces(starts: Sequence[int], run: int, first: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+
+def pieces(
+    starts: Sequence[int], run: int, firsts: Sequence[int], keys: int, causal: bool
+) -> Iterator[tuple[slice, slice, bool]]:
     """What some queries see of some keys, as kernels take it: all of both, or query ``i`` keys ``0..i`` of as many.
 
     Args:
-        starts, run: the places in the sequence of runs of queries, and how long each is.
-        first, keys: the place of the first key, and how many follow one another.
+        starts, run: the places in the sequence of runs of queries, ascending, and how long each is.
+        firsts, keys: likewise of runs of keys.
         causal: queries see keys at their own place and before; otherwise all.
 
     Yields:
-        Queries, numbered run after run; keys; whether query ``i`` of these sees keys ``0..i`` alone.
+        Queries and keys, numbered run after run; whether query ``i`` of these sees keys ``0..i`` alone.
     """
+    every = range(len(starts) * run), range(len(firsts) * keys)
+    squares, wholes = [], list[Span]()
     if not causal:
-        yield slice(0, len(starts) * run), slice(0, keys), False
-        return
-    for number, start in enumerate(starts):
-        at, last = number * run - start, first + keys
-        among = range(max(start, first), min(start + run, last))
-        if among:
-            rows = slice(at + among.start, at + among.stop)
-            yield rows, slice(among.start - first, among.stop - first), True
-            if among.start > first:
-                yield rows, slice(0, among.start - first), False
-        if start + run > last:
-            yield slice(at + max(start, last), at + start + run), slice(0, keys), False
+        wholes.append(every)
+    elif (run, *starts) == (keys, *firsts):
+        squares.append(every)
+    else:
+        for (row, start), (column, first) in itertools.product(enumerate(starts), enumerate(firsts)):
+            at, to, last = row * run - start, column * keys - first, first + keys
+            among = range(max(start, first), min(start + run, last))
+            if among:
+                rows = range(at + among.start, at + among.stop)
+                squares.append((rows, range(to + among.start, to + among.stop)))
+                wholes.append((rows, range(to + first, to + among.start)))
+            wholes.append((range(at + max(start, last), at + start + run), range(to + first, to + last)))
+        wholes = _joined(_joined([span for span in wholes if all(span)], 0), 1)
+    for is_square, spans in ((True, squares), (False, wholes)):
+        yield from (
+            (slice(rows.start, rows.stop), slice(columns.start, columns.stop), is_square) for rows, columns in spans
+        )
+
+
+def _joined(spans: list[Span], along: int) -> list[Span]:
+    """Those put together that follow one another along queries (0) or keys (1) and are alike in the other."""
+    found = list[Span]()
+    for span in sorted(spans, key=lambda each: (each[1 - along].start, each[1 - along].stop, each[along].start)):
+        before = found[-1] if found else span
+        if before[1 - along] == span[1 - along] and before[along].stop == span[along].start:
+            joined = range(before[along].start, span[along].stop)
+            found[-1] = (joined, span[1]) if along == 0 else (span[0], joined)
+        else:
+            found.append(span)
+    return found
+
+
+def zigzag(rank: int, ranks: int, length: int) -> tuple[int, int]:
+    """Where the two runs of a rank begin, of the ``2 * ranks`` of a sequence, so that all see as much of a causal mask:
+    the first half of its own part, and the second of its mirror image's.
+    """
+    run = length // (2 * ranks)
+    early, late = sorted((2 * rank, 2 * (ranks - rank) - 1))
+    return early * run, late * run
 
 
 @dataclass(frozen=True)
@@ -49,16 +84,27 @@ class QueryShards:
         ranks: that share them.
         strips: of the sequence, of each of which every rank has a part.
         ring: how many of these ranks share the keys, too, which then go around; 1: keys are whole.
+        is_zigzag: each meets an early and a late part of the sequence.
     """
 
     ranks: int = 1
     strips: int = 1
     ring: int = 1
+    is_zigzag: bool = False
+
+    @staticmethod
+    def of(parts: Mapping[str, int], strips: int = 1) -> QueryShards:
+        """
+        Args:
+            parts: how many ranks share each factor of attention, and how many do in each way.
+        """
+        ring = next((parts[way] for way in RINGS if way in parts), 1)
+        return QueryShards(parts.get(QUERY, 1), strips, ring, any(way in parts for way in ZIGZAGS))
 
     @property
     def busiest(self) -> float:
         """What the last rank has of the pairs of a causal mask over the average: it sees the most."""
-        return 1 + (self.ranks - 1) / (self.ranks * self.strips)
+        return 1.0 if self.is_zigzag else 1 + (self.ranks - 1) / (self.ranks * self.strips)
 
     def is_in_pieces(self, node: Node) -> bool:
         """Whether it runs piece by piece: not where all that a rank sees are whole rows, nor where it drops some."""
@@ -76,11 +122,17 @@ class QueryShards:
         Args:
             queries, keys: that it has.
         """
-        run, strip = queries // self.strips, queries * self.ranks // self.strips
-        starts = [(number + 1) * strip - run for number in range(self.strips)]
+        length, strip = queries * self.ranks, queries * self.ranks // self.strips
+        run, columns = queries // self.strips, keys
+        starts: Sequence[int] = [(number + 1) * strip - run for number in range(self.strips)]
+        firsts: list[Sequence[int]] = [(block * keys,) for block in range(self.ring)]
+        if self.is_zigzag:
+            run, starts = queries // 2, zigzag(self.ranks - 1, self.ranks, length)
+        if self.is_zigzag and self.ring > 1:
+            columns, firsts = keys // 2, [zigzag(block, self.ring, length) for block in range(self.ring)]
         found = Counter[tuple[int, int, bool]]()
-        for block in range(self.ring):
-            for queries_, keys_, is_square in pieces(starts, run, block * keys, keys, causal):
+        for each in firsts:
+            for queries_, keys_, is_square in pieces(starts, run, each, columns, causal):
                 found[queries_.stop - queries_.start, keys_.stop - keys_.start, is_square] += 1
         return found
 
@@ -97,9 +149,13 @@ def query_shards(node: Node, ways: Iterable[tuple[AxisStrategy, int]]) -> QueryS
     """
     if node.op not in ROWS:
         return UNSHARDED
-    shared = [(strategy, size) for strategy, size in ways if strategy.factor == QUERY]
-    ranks, ring = (math.prod(size for s, size in shared if s.sharded in which) for which in ((RING, QUERY), (RING,)))
-    return QueryShards(ranks, max((s.outer for s, _ in shared), default=1), ring)
+    parts, strips = dict[str, int](), 1
+    for strategy, size in ways:
+        if strategy.factor == QUERY:
+            strips = max(strips, strategy.outer)
+            for name in {QUERY, strategy.sharded}:
+                parts[name] = parts.get(name, 1) * size
+    return QueryShards.of(parts, strips)
 
 
 def merged_bytes(node: Node, shapes: Sequence[tuple[int, ...]], shards: QueryShards) -> tuple[int, int]:
@@ -118,8 +174,14 @@ def merged_bytes(node: Node, shapes: Sequence[tuple[int, ...]], shards: QuerySha
     met = shards.pieces(queries, keys, is_causal(node))
     rows, columns = (sum(times * piece[at] for piece, times in met.items()) for at in (0, 1))
     out, sent = query // shapes[0][-1] * shapes[2][-1], (shards.ring - 1) * (key + value)
+    forward = each * out * rows // queries + 2 * item * sent
     backward = each * (query * rows // queries + (key + value) * columns // keys)
-    return each * out * rows // queries + 2 * item * sent, backward + (2 * item + 5 * max(item, 4)) * sent
+    backward += (2 * item + 5 * max(item, 4)) * sent
+    if shards.is_zigzag:  # a half is copied to be sent, and both are put together
+        kv = key + value if shards.ring > 1 else 0
+        forward += 3 * item * (query + out + kv)
+        backward += 3 * item * (2 * query + 2 * out + 2 * kv)
+    return forward, backward
 
 
 def scratch_bytes(

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from planner.ir.graph import Node, TensorType
 from planner.ops import OPS
-from planner.ops.attention import QUERY, RING
 from planner.ops.attention_pieces import QueryShards, scratch_bytes
 from planner.ops.function import kept
+from planner.ops.normalization import HIDDEN
 from planner.ops.table import Saved, Share
 
 FLASH = (Saved("out"), Saved("rows"))
@@ -79,7 +79,8 @@ def own_bytes(
     if saved.kind == "mask":  # a byte for each element on GPUs, a tensor like the operand on CPUs
         return sizes[0] if on_cpu else sizes[0] // item
     if saved.kind == "rows":
-        return max(4, item) * (sizes[0] // item // types[0].shape[-1])  # in float32 at the least
+        last = types[0].shape[-1] // share.parts.get(HIDDEN[0], 1)
+        return max(4, item) * (sizes[0] // item // last)  # in float32 at the least
     wide = _wide(types) // item
     if saved.kind == "copy":
         return wide * sizes[saved.place]
@@ -119,7 +120,7 @@ def beside(
     if row is not None and row.between is not None:
         found = row.between(node, types, sizes, share)
         return ScratchBytes(found.forward, found.backward)
-    shards = QueryShards(share.parts.get(QUERY, 1), ring=share.parts.get(RING, 1))
+    shards = QueryShards.of(share.parts)
     if row is not None and row.kernel == "attention" and shards.is_in_pieces(node):
         return ScratchBytes(*scratch_bytes(node, types, sizes, shards))
     if row is None or not on_cpu or SCORES not in row.saved(node, tuple(types)):

@@ -23,7 +23,8 @@ class Inner:
     """A collective that an operator's local form performs itself when a factor is sharded.
 
     It moves ``count`` elements for every index of ``factors`` (rank-local), of ``item_bytes`` each; ranks that share
-    factors of ``shared`` share these elements. What goes ``around`` the ranks is called once for each of the others.
+    factors of ``shared`` share these elements, and one of so many ``parts`` of them is moved. What goes ``around`` the
+    ranks is called once for each of the others.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Inner:
     phase: str = "forward"
     shared: tuple[str, ...] = ()
     around: bool = False
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class FactorWay:
         by_micro_batch: a micro-batch may do without what the others share, where a pin asks for that: it is another
             computation then (batch norm).
         uneven: how much each rank has to do is known in the step alone.
+        alone: no other axis shards the factor.
+        multiple: what a rank has of the factor is a multiple of it.
     """
 
     name: str = ""
@@ -56,6 +60,12 @@ class FactorWay:
     strided: bool = False
     by_micro_batch: bool = False
     uneven: bool = False
+    alone: bool = False
+    multiple: int = 1
+
+    def named(self, factor: str) -> str:
+        """A factor that is sharded in this way: ``t``, ``t.dispatch``."""
+        return f"{factor}.{self.name}" if self.name else factor
 
 
 MECHANICAL = FactorWay(strided=True)
@@ -125,7 +135,7 @@ class AxisStrategy:
     @property
     def sharded(self) -> str:
         """The factor and, where it is sharded in a way that has a name, that name: ``t``, ``t.dispatch``."""
-        return f"{self.factor}.{self.way.name}" if self.way.name else self.factor
+        return self.way.named(self.factor)
 
     def __str__(self) -> str:
         if self.kind == "partial" and {*self.operands} != {P}:  # there may be several: says of which operands
@@ -175,7 +185,8 @@ def axis_strategies(rule: Rule, size: int, outers: Mapping[str, frozenset[int]] 
         for outer in sorted((outers or {}).get(factor, frozenset()) | {1}):
             if length % outer == 0 and (length // outer) % size == 0:
                 ways = (way for way in rule.ways_of(factor) if outer == 1 or way.strided)
-                found += [shard_factor(rule, factor, outer, way) for way in ways]
+                fit = (way for way in ways if length % (size * way.multiple) == 0)
+                found += [shard_factor(rule, factor, outer, way) for way in fit]
     for operands in rule.linear:
         types = tuple(P if i in operands else R for i in range(len(rule.operands)))
         found.append(AxisStrategy("partial", "", 1, types, (P,) * len(rule.results)))

@@ -18,6 +18,7 @@ from autopar.runtime.layers.embedding import vocab_embedding
 from autopar.runtime.layers.embedding_bag import sharded_embedding_bag
 from autopar.runtime.layers.embedding_slabs import row_sharded_slabs
 from autopar.runtime.layers.experts import experts
+from autopar.runtime.layers.hidden_norm import layer_norm, native_layer_norm, rms_norm
 from autopar.runtime.layers.loss import cross_entropy_loss, nll_loss, partial_mean
 from autopar.runtime.layers.normalization import (
     batch_norm,
@@ -58,6 +59,7 @@ class LocalForm:
 _TOKENS = ("t", "d1", "d2", "d3")
 _CLASSES = {"class_groups": ("classes",)}
 _BATCH = {"batch_groups": ("n",)}
+_HIDDEN = {"hidden_groups": ("h", "h1", "h2", "h3")}
 _GROUPED = LocalForm(grouped_convolution, {"channel_groups": ("g",)}, takes_op=True)
 _MEAN = LocalForm(partial_mean, {"contracted_groups": (CONTRACTED,)}, takes_op=True)
 _NLL = LocalForm(nll_loss, {"token_groups": _TOKENS}, takes_op=True)
@@ -77,12 +79,19 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     "aten.scatter.value": LocalForm(scatter, _CLASSES, takes_op=True),
     "aten.scaled_dot_product_attention.default": LocalForm(
         attention,
-        {"query_groups": ("query", "query.ring"), "ring_groups": ("query.ring",)},
+        {
+            "query_groups": ("query", "query.ring", "query.zigzag", "query.zigzag_ring"),
+            "ring_groups": ("query.ring", "query.zigzag_ring"),
+            "zigzag_groups": ("query.zigzag", "query.zigzag_ring"),
+        },
         strips={"query_groups": "query_strips"},
     ),
     "autopar.experts.default": LocalForm(
         experts, {"holding_groups": ("e", "t.dispatch"), "dispatch_groups": ("t.dispatch",)}, is_region=True
     ),
+    "aten.layer_norm.default": LocalForm(layer_norm, _HIDDEN),
+    "aten.native_layer_norm.default": LocalForm(native_layer_norm, _HIDDEN),
+    "aten.rms_norm.default": LocalForm(rms_norm, _HIDDEN),
     "aten.batch_norm.default": LocalForm(batch_norm, _BATCH),
     "aten._native_batch_norm_legit.default": LocalForm(native_batch_norm, _BATCH),
     "aten._native_batch_norm_legit.no_stats": LocalForm(native_batch_norm_no_stats, _BATCH),
@@ -124,11 +133,14 @@ __all__ = [
     "cross_entropy_loss",
     "experts",
     "grouped_convolution",
+    "layer_norm",
     "native_batch_norm",
     "native_batch_norm_functional",
     "native_batch_norm_no_stats",
+    "native_layer_norm",
     "nll_loss",
     "partial_mean",
+    "rms_norm",
     "row_sharded_slabs",
     "sharded_embedding_bag",
     "vocab_embedding",

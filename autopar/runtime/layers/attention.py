@@ -25,6 +25,7 @@ def attention(
     query_groups: Groups = (),
     query_strips: tuple[int, ...] = (),
     ring_groups: Groups = (),
+    zigzag_groups: Groups = (),
 ) -> Tensor:
     """``aten.scaled_dot_product_attention`` of some query rows with every key.
 
@@ -39,12 +40,14 @@ def attention(
         query_groups: the mesh axes that shard the query rows, in the order in which they cut them.
         query_strips: the strips that each of them cuts, see :func:`autopar.runtime.spmd.rank_index.cut`.
         ring_groups: the one of them along which keys go from rank to rank, if there is one.
+        zigzag_groups: the one of them that meets queries in zigzag order, if there is one; then it is the only one.
 
     Returns:
         ``[.., h, query / ranks, e]``, ``S`` on ``query_groups``.
     """
     if ring_groups or (is_causal and query_groups and not dropout_p):
-        places = Places.of(query.shape[-2] * ranks(query_groups), query_groups, query_strips, *ring_groups or (None,))
+        length, (ring,) = query.shape[-2] * ranks(query_groups), ring_groups or (None,)
+        places = Places.of(length, query_groups, query_strips, ring, is_zigzag=bool(zigzag_groups))
         operands = [_as_autocast(t) for t in (query, key, value)]
         batch = torch.broadcast_shapes(*(t.shape[:-3] for t in operands))
         heads = [1 if t.dim() == 2 else t.shape[-3] for t in operands]

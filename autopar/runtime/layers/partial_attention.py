@@ -6,7 +6,8 @@ scores (Milakov and Gimelshein 2018; Dao et al. 2022).
 
 Keys are whole on every rank, or each rank holds some, and they go around the ranks in a ring (Li et al. 2021, Liu et
 al. 2023): while a rank attends to the keys that it has, the next ones come. In backward they go around once more, and
-their gradients with them, one step behind. Saved are the shards that a rank has, its result, and the log-sum-exp.
+their gradients with them, one step behind. Saved are the shards that a rank has, its result, and the log-sum-exp. In
+zigzag order (:mod:`autopar.runtime.layers.zigzag`) halves are exchanged before and after, in backward too.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from torch.distributed import ProcessGroup
 
 from autopar.functions.ranks import for_each_rank_no_grad
 from autopar.runtime.layers.attention_kernel import AttentionPiece, additive
+from autopar.runtime.layers.zigzag import Zigzag
 from autopar.runtime.spmd.rank_index import Groups, cut
 from autopar.runtime.spmd.row_exchange import shift, wait
 from planner.base.errors import InputError
-from planner.ops.attention_pieces import pieces
+from planner.ops.attention_pieces import pieces, zigzag
 
 
 @dataclass(frozen=True)
@@ -39,20 +41,32 @@ class Places:
         run: queries in each run.
         source: ``[]``, this rank's place in the ring.
         ring: the ranks that keys go around; ``None``: every rank has all of them.
+        zigzag: the exchange that gives it these queries, and in a ring their keys.
     """
 
     starts: Tensor
     run: int
     source: Tensor
     ring: ProcessGroup | None
+    zigzag: Zigzag | None = None
 
     @staticmethod
-    def of(queries: int, groups: Groups, strips: Sequence[int], ring: ProcessGroup | None) -> Places:
+    def of(
+        queries: int, groups: Groups, strips: Sequence[int], ring: ProcessGroup | None, is_zigzag: bool = False
+    ) -> Places:
         """
         Args:
             queries: of the whole sequence.
             groups, strips: that shard them, as :func:`autopar.runtime.spmd.rank_index.cut` takes them.
+            is_zigzag: the one group has them in zigzag order.
         """
+        if is_zigzag:
+            (group,) = groups
+            count = group.size()
+            with torch.device("cpu"), spmd.no_typecheck():
+                source = cut(torch.arange(count), groups).squeeze(0)
+                (starts,) = for_each_rank_no_grad(lambda at: (torch.tensor(zigzag(int(at), count, queries)),), source)
+            return Places(starts, queries // (2 * count), source, ring, Zigzag(group, source))
         run, length = queries, queries
         for group, count in zip(groups, strips or (1,) * len(groups), strict=True):
             run, length = math.gcd(run, length // (count * group.size())), length // group.size()
@@ -65,6 +79,32 @@ class Places:
     def steps(self) -> int:
         """How often this rank has other keys."""
         return 1 if self.ring is None else self.ring.size()
+
+    def runs_of_keys(self, block: int, keys: int) -> tuple[Sequence[int], int]:
+        """Where the runs of keys of a block begin, of a rank of the ring or of all, and how long each is.
+
+        Args:
+            keys: in the block.
+        """
+        if self.zigzag is None or self.ring is None:
+            return (block * keys,), keys
+        return zigzag(block, self.steps, keys * self.steps), keys // 2
+
+    def entered(
+        self, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What lies beside queries, and what beside keys, as this rank meets them."""
+        if self.zigzag is None:
+            return rows, columns
+        return self.zigzag.enter(*rows), columns if self.ring is None else self.zigzag.enter(*columns)
+
+    def left(self, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of what this rank holds, of those of what it met."""
+        if self.zigzag is None:
+            return dq, dk, dv
+        each = ((dq,), (dk, dv)) if self.ring is not None else ((dq,),)
+        back = [t for some in each for t in self.zigzag.leave(some, tuple(map(torch.empty_like, some)))]
+        return (*back, dk, dv)[:3]
 
 
 def attend(
@@ -99,12 +139,15 @@ class _Attend(torch.autograd.Function):
         ctx.visit = visit = _Visits(causal, scale, places, _seen(mask, places.steps))
         wide = torch.promote_types(query.dtype, torch.float32)
         out, lse = _result(query, value, wide).zero_(), query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
-        held = _Packed.of(key, value, packs=places.steps > 1)
+        rows, (keys, values) = places.entered((query,), (key, value))
+        held = _Packed.of(keys, values, packs=places.steps > 1)
         for step in range(places.steps):
             coming = held.send(places.ring) if step + 1 < places.steps else None
-            out, lse = visit.forward(step, query, *held.parts, mask, out, lse)
+            out, lse = visit.forward(step, *rows, *held.parts, mask, out, lse)
             held = coming() if coming is not None else held
         out = out.to(query.dtype)
+        if places.zigzag is not None:
+            (out,) = places.zigzag.leave((out,), (_result(query, value, query.dtype),))
         ctx.save_for_backward(query, key, value, mask, out, lse)
         return out
 
@@ -118,7 +161,10 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, out, lse = ctx.saved_tensors
-        visit, ring, steps, rest = ctx.visit, ctx.visit.places.ring, ctx.visit.places.steps, (mask, gradient, out, lse)
+        visit, places = ctx.visit, ctx.visit.places
+        ring, steps = places.ring, places.steps
+        (query, gradient, out), (key, value) = places.entered((query, gradient, out), (key, value))
+        rest = mask, gradient, out, lse
         dq, held = torch.zeros_like(query, dtype=lse.dtype), _Packed.of(key, value, packs=steps > 1)
         home, behind = held.zeros(lse.dtype), None
         for step in range(steps):
@@ -131,8 +177,9 @@ class _Attend(torch.autograd.Function):
             held = coming() if coming is not None else held
         if behind is not None:
             home.add(behind())
-        dk, dv = home.parts
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None, None
+        dk, dv = (part.to(key.dtype) for part in home.parts)
+        dq, dk, dv = places.left(dq.to(query.dtype), dk, dv)
+        return dq, dk, dv, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -209,11 +256,11 @@ class _Visits:
     ) -> Iterator[tuple[slice, slice, AttentionPiece]]:
         """The pieces of this step, with the queries and the keys that each has."""
         block, keys = (int(source) - step) % self.places.steps, key.shape[-2]
-        first = block * keys
         if seen is not None and not seen[block]:
             return
-        for rows, columns, causal in pieces(starts.tolist(), self.places.run, first, keys, self.causal):
-            hidden = None if mask is None else _part(mask, first, keys, key.dtype)
+        runs = self.places.runs_of_keys(block, keys)
+        for rows, columns, causal in pieces(starts.tolist(), self.places.run, *runs, self.causal):
+            hidden = None if mask is None else _part(mask, block * keys, keys, key.dtype)
             operands = query[:, :, rows], key[:, :, columns], value[:, :, columns]
             yield rows, columns, AttentionPiece(*operands, hidden, causal, self.scale)
 

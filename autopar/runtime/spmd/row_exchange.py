@@ -5,7 +5,7 @@ How many go where is exchanged first. Tensors may be those of all ranks at once,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import spmd_types as spmd
@@ -46,14 +46,24 @@ def shift(tensor: Tensor, ring: ProcessGroup) -> Tensor:
     Returns:
         What arrives, to be waited for (:func:`wait`); ``tensor`` must stay as it is until then.
     """
-    count, length = ring.size(), len(tensor)
+    return _sent(tensor, ring, lambda here: ((here + 1) % ring.size(), (here - 1) % ring.size()))
+
+
+def mirror(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """``tensor[n]`` of the rank that is as far from the last as this one is from the first, which has this one's; as
+    :func:`shift`.
+    """
+    return _sent(tensor, group, lambda here: (group.size() - 1 - here,) * 2)
+
+
+def _sent(tensor: Tensor, group: ProcessGroup, ends: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    """One message: ``ends`` gives of this rank where it goes, and whence one comes."""
     with torch.device("cpu"), spmd.no_typecheck():
-        ranks = torch.arange(count)
-        here = cut(ranks, (ring,))
-        sent, received = (length * (ranks == (here + step) % count) for step in (1, -1))
-    there: Any = [*splits(sent, ring)]
-    back: Any = [*splits(received, ring)]
-    return torch.ops._c10d_functional.all_to_all_single.default(tensor, back, there, ring.group_name)
+        ranks = torch.arange(group.size())
+        sent, received = (len(tensor) * (ranks == end) for end in ends(cut(ranks, (group,))))
+    there: Any = [*splits(sent, group)]
+    back: Any = [*splits(received, group)]
+    return torch.ops._c10d_functional.all_to_all_single.default(tensor, back, there, group.group_name)
 
 
 def wait(tensor: Tensor) -> Tensor:

@@ -235,8 +235,8 @@ def normalizes(node: Node) -> bool:
 
 
 def _normed(rule: Rule) -> set[str]:
-    """The factors that a norm runs over."""
-    kept = {factor for dim in rule.results[0] for factor in dim} - rule.whole
+    """The factors that a norm runs over, which its ranks must know of one another, or which its result lacks."""
+    kept = {factor for dim in rule.results[0] for factor in dim} - rule.whole - rule.ways.keys()
     return set(rule.sizes) - kept
 
 

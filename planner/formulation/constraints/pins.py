@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from planner.base.errors import PinError
 from planner.formulation.constraints.roles import ROLES, WEIGHTS, sharing
@@ -23,8 +23,8 @@ from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 from planner.tables.tables_plan import NO_SLAB, SLABS
 
 BatchNorm = Literal["micro_batch"]
-ContextKind = Literal["gather", "ring", "ulysses"]
-CONTEXT_KINDS: tuple[ContextKind, ...] = ("gather", "ring", "ulysses")
+ContextKind = Literal["gather", "zigzag_gather", "ring", "zigzag", "ulysses"]
+CONTEXT_KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
 Offload = Literal["none", "host", "auto", "disk"]
 TIERS: Mapping[Offload, Tier] = {"none": "device", "host": "host", "auto": "either", "disk": "disk"}
@@ -260,7 +260,8 @@ def _context_kind(value: object, sizes: Mapping[str, int]) -> ContextKind | None
             return kind
     raise PinError(
         f"pin 'context_kind' is {value!r}; the ranks of the context axis 'gather' keys and values, pass them around in "
-        "a 'ring', or share heads instead of the sequence while they attend ('ulysses')"
+        "a 'ring', both as they are or so that a causal mask leaves all as much ('zigzag_gather', 'zigzag'), or share "
+        "heads instead of the sequence while they attend ('ulysses')"
     )
 
 

@@ -13,7 +13,7 @@ from planner.base.formatting import GATHERED_AGAIN, in_bytes, in_percent, in_sec
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.labels import LABELS
 from planner.ir.layout import MICRO, Axis
-from planner.ops.attention import QUERY, RING
+from planner.ops.attention import QUERY, RING, ZIGZAG, ZIGZAG_RING
 from planner.plan.document.document import Document, PipelinePlan
 
 SCHEDULES = {
@@ -40,7 +40,13 @@ WHOLE = ("whole", "terms")
 HEADS = "heads"
 """The word for attention of which each rank has some heads. It weighs most, but whether weights are shared or the
 sequence is says what surrounds it."""
-ATTENDS = {QUERY: "keys gathered", RING: "ring attention", HEADS: "Ulysses"}
+ATTENDS = {
+    QUERY: "keys gathered",
+    ZIGZAG: "keys gathered, zigzag order",
+    RING: "ring attention",
+    ZIGZAG_RING: "ring attention, zigzag order",
+    HEADS: "Ulysses",
+}
 
 
 def sentence(document: Document) -> str:

@@ -5,7 +5,7 @@ Every way to shard it is compared with the operator in ``test_layers``, rank by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.layers import attention
 from autopar.runtime.layers.partial_attention import _seen
 from planner.base.errors import InputError
-from planner.ops.attention_pieces import pieces
+from planner.ops.attention_pieces import pieces, zigzag
 
 LENGTH, HEADS, KV, HEAD = 256, 4, 2, 6
 
@@ -107,19 +107,21 @@ def test_queries_that_finite_numbers_hide_from_all_keys_are_refused() -> None:
     assert _seen(mask.masked_fill(mask < 0, -torch.inf), 2).tolist() == [True, True]
 
 
-def test_pieces_of_a_causal_mask() -> None:
-    """Every pair of a query and a key that it sees is in one piece, and no other."""
-    for starts, run, first, keys in (
-        ([8], 4, 0, 16),
-        ([0, 8], 4, 4, 4),
-        ([4], 4, 4, 4),
-        ([12], 4, 0, 8),
-        ([0], 8, 4, 4),
-    ):
-        seen = torch.zeros(len(starts) * run, keys, dtype=torch.int64)
-        for rows, columns, causal in pieces(starts, run, first, keys, True):
-            block = seen[rows, columns]
-            assert block.numel() and (not causal or block.shape[0] == block.shape[1])
-            block += torch.ones_like(block).tril() if causal else 1
-        places = torch.cat([torch.arange(start, start + run) for start in starts])
-        assert torch.equal(seen, (places.unsqueeze(1) >= torch.arange(first, first + keys)).long())
+@pytest.mark.parametrize("starts, run, firsts, keys, count", [
+    ([8], 4, [0], 16, 2), ([0, 8], 4, [4], 4, 1), ([4], 4, [4], 4, 1), ([12], 4, [0], 8, 1), ([0], 8, [4], 4, 1),
+    (zigzag(1, 4, 32), 4, [0], 32, 4), (zigzag(0, 2, 16), 4, zigzag(0, 2, 16), 4, 1),
+    (zigzag(0, 2, 16), 4, zigzag(1, 2, 16), 4, 1), (zigzag(1, 2, 16), 4, zigzag(0, 2, 16), 4, 1),
+    ([0, 4, 16], 4, [2, 8], 5, 5),
+])  # fmt: skip
+def test_pieces_of_a_causal_mask(starts: Sequence[int], run: int, firsts: Sequence[int], keys: int, count: int) -> None:
+    """Every pair of a query and a key that it sees is in one piece, and no other; of zigzag order one kernel a step."""
+    seen, number = torch.zeros(len(starts) * run, len(firsts) * keys, dtype=torch.int64), 0
+    for rows, columns, causal in pieces(starts, run, firsts, keys, True):
+        block, number = seen[rows, columns], number + 1
+        assert block.numel() and (not causal or block.shape[0] == block.shape[1])
+        block += torch.ones_like(block).tril() if causal else 1
+    queries, places = (
+        torch.cat([torch.arange(start, start + length) for start in each])
+        for each, length in ((starts, run), (firsts, keys))
+    )
+    assert torch.equal(seen, (queries.unsqueeze(1) >= places).long()) and number == count

@@ -182,10 +182,10 @@ def declared(rule: Rule, strategies: Sequence[AxisStrategy], sizes: Sequence[int
         local[strategy.factor] //= size
         ways[strategy.sharded] *= size
     return sorted(
-        (inner.kind, inner.count * inner.item_bytes * math.prod(local[f] for f in inner.factors) // shared)
+        (inner.kind, inner.count * inner.item_bytes * math.prod(local[f] for f in inner.factors) // divided)
         for strategy, size in zip(strategies, sizes, strict=True)
         for inner in strategy.inner
-        for shared in [math.prod(ways[way] for way in inner.shared)]
+        for divided in [inner.parts * math.prod(ways[way] for way in inner.shared)]
         for _ in range(size - 1 if inner.around else 1)
         if inner.phase == phase
     )
@@ -339,6 +339,16 @@ def test_ring_attention(sizes: Any, factors: Any, hides: str) -> None:
     check_layer(op, args, sizes, factors, scale=0.3, enable_gqa=True)
 
 
+@pytest.mark.parametrize("sizes, factors", [
+    ((2,), ("query.zigzag",)), ((4,), ("query.zigzag",)), ((2, 2), ("query.zigzag", "group")),
+    ((2,), ("query.zigzag_ring",)), ((3,), ("query.zigzag_ring",)), ((4,), ("query.zigzag_ring",)),
+    ((8,), ("query.zigzag_ring",)), ((2, 2), ("kv", "query.zigzag_ring")), ((2, 2), ("query.zigzag_ring", "d0")),
+])  # fmt: skip
+def test_attention_in_zigzag_order(sizes: Any, factors: Any) -> None:
+    args = (randn(2, 4, 48, 6), randn(2, 2, 48, 6), randn(2, 2, 48, 10), None, 0.0, True)
+    check_layer(aten.scaled_dot_product_attention.default, args, sizes, factors, scale=0.3, enable_gqa=True)
+
+
 def test_ring_attention_sums_narrow_numbers_in_wide_ones() -> None:
     """The error of bfloat16 on 16 ranks is near that on one: what they add up is not rounded each time."""
     whole, ranks, op = [torch.randn(1, 2, 256, 16).bfloat16() for _ in range(4)], 16, aten.scaled_dot_product_attention
@@ -388,6 +398,31 @@ def test_batch_norm_in_eval_and_without_buffers(training: bool) -> None:
     buffers = (None, None) if training else (randn(4), torch.rand(4, dtype=torch.float64))
     args = (randn(8, 4), randn(4), randn(4), *buffers, training, 0.1, 1e-5, True)
     check_layer(aten.batch_norm.default, args, (2, 2), "nn")
+
+
+@pytest.mark.parametrize("op", [aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default])
+@pytest.mark.parametrize("sizes, factors", meshes("h", "d1"))
+@pytest.mark.parametrize("affine", [True, False])
+def test_norm_over_a_shared_hidden_dim(op: Any, sizes: Any, factors: Any, affine: bool) -> None:
+    x = 3 * randn(4, 8, 8) + 100 * randn(4, 8, 1)
+    weight, bias = (randn(8), randn(8)) if affine else (None, None)
+    check_layer(op, (x, [8], weight, *([bias] if "layer_norm" in str(op) else []), 1e-5), sizes, factors)
+
+
+@pytest.mark.parametrize("factors", [("h", "h1"), ("h1", "d0"), ("h", "h")])
+def test_norm_over_several_shared_dims(factors: Any) -> None:
+    check_layer(aten.layer_norm.default, (randn(4, 8, 6), [8, 6], randn(8, 6), randn(8, 6)), (2, 2), factors)
+    check_layer(aten.rms_norm.default, (randn(4, 8, 6), [8, 6]), (2, 2), factors)
+
+
+def test_norm_in_half_precision_rounds_as_its_operator_does() -> None:
+    x, weight = (randn(4, 8) + 3).bfloat16(), randn(8).bfloat16()
+    with simulated(1) as (mode, mesh):
+        local = [mode.rank_map(lambda _, t=t: t.clone()) for t in (x, weight)]
+        keyword = {"hidden_groups": (mesh.get_group(0),)}
+        for op in (aten.layer_norm.default, aten.rms_norm.default):
+            found = LOCAL_FORMS[str(op)].function(local[0], [8], local[1], **keyword)
+            torch.testing.assert_close(found._local_tensors[0], op(x, [8], weight), rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("sizes, factors", meshes("g", "n"))

@@ -62,6 +62,13 @@ def text() -> Batch:
 
 CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]] = [
     (models.llama, text, {"context": 4, "context_kind": "ring"}),
+    (models.llama, text, {"context": 4, "context_kind": "zigzag"}),
+    (
+        models.llama,
+        text,
+        {"context": 2, "context_kind": "zigzag", "pipeline": 2, "micro_batches": 2, "recompute": "full"},
+    ),
+    (qwen3, text, {"context": 2, "context_kind": "zigzag_gather", "tensor": 2}),
     (models.llama, text, {"context": 2, "context_kind": "gather", "tensor": 2, "recompute": "full"}),
     (models.llama, text, {"context": 2, "context_kind": "ring", "pipeline": 2, "micro_batches": 2}),
     (models.llama, padded, {"context": 2, "context_kind": "ulysses", "data": 2, "zero": 3}),

@@ -35,6 +35,8 @@ CASES = [
     ),
     ("t5", (4, {"data": 2, "tensor": 2, "zero": 3})),  # the whole model is one block that gathers again
     ("llama", (4, {"context": 4, "context_kind": "ring"})),
+    ("llama", (4, {"context": 4, "context_kind": "zigzag"})),
+    ("llama", (4, {"context": 4, "context_kind": "zigzag_gather"})),
     ("gpt2", (2, {"tensor": 2, "recompute": "selective"})),  # attention with dropout
     ("shared-layers", (2, {"data": 2, "recompute": "full"})),  # gradients that several blocks add to
 ]

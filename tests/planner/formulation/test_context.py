@@ -23,21 +23,21 @@ BATCH, LENGTH, HEADS, KV, SIZE, ITEM = 2, 64, 8, 4, 16, 4
 
 
 def layer(heads: int = HEADS, kv: int = KV, **given: Any) -> Graph:
-    """Grouped attention of three projections of one input; ``given``: other arguments of the operator."""
-    b = Build()
-    x = b.leaf("x", BATCH, LENGTH, heads * SIZE)
+    """Grouped attention of three projections of one input; ``given``: ``length``, or arguments of the operator."""
+    b, length = Build(), given.pop("length", LENGTH)
+    x = b.leaf("x", BATCH, length, heads * SIZE)
 
     def projected(name: str, count: int) -> Any:
         made = b.linear(name, x, count * SIZE, name)
-        shape = BATCH, LENGTH, count, SIZE
+        shape = BATCH, length, count, SIZE
         split = b.call(f"{name}_heads", "view.default", *shape, self=made, size=shape)
-        return b.call(f"{name}_first", "transpose.int", BATCH, count, LENGTH, SIZE, self=split, dim0=1, dim1=2)
+        return b.call(f"{name}_first", "transpose.int", BATCH, count, length, SIZE, self=split, dim0=1, dim1=2)
 
     q, k, v = projected("q", heads), projected("k", kv), projected("v", kv)
-    mask = b.leaf("bias", 1, heads, LENGTH, LENGTH, op="param", target="bias") if given.pop("biased", False) else None
+    mask = b.leaf("bias", 1, heads, length, length, op="param", target="bias") if given.pop("biased", False) else None
     args = {"attn_mask": mask, "dropout_p": 0.0, "is_causal": mask is None, "scale": None, "enable_gqa": True, **given}
     out = b.call(
-        "a", "scaled_dot_product_attention.default", BATCH, heads, LENGTH, SIZE, path="attn", query=q, key=k, value=v,
+        "a", "scaled_dot_product_attention.default", BATCH, heads, length, SIZE, path="attn", query=q, key=k, value=v,
         **args,
     )  # fmt: skip
     return b.mean(out)
@@ -58,11 +58,15 @@ def sent_bytes(plan: Plan, ranks: int) -> float:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_volumes(ranks: int) -> None:
     """Elements of ``b s h d``: keys and values gathered and their gradients scattered; around, around again, and their
-    gradients around; all four of attention's tensors to heads and back (Jacobs et al. 2023).
+    gradients around; all four of attention's tensors to heads and back (Jacobs et al. 2023). In zigzag order halves of
+    queries and results forward, of them and both gradients backward; in a ring those of keys and values likewise.
     """
     each, share = BATCH * LENGTH * SIZE * ITEM, (ranks - 1) / ranks
     assert sent_bytes(planned("gather", ranks), ranks) == 2 * share * 2 * KV * each
     assert sent_bytes(planned("ring", ranks), ranks) == 3 * share * 2 * KV * each
+    halves, gathered = 3 * HEADS * each / ranks, 2 * share * 2 * KV * each
+    assert sent_bytes(planned("zigzag_gather", ranks), ranks) == gathered + halves
+    assert sent_bytes(planned("zigzag", ranks), ranks) == 1.5 * gathered + halves + 3 * KV * each / ranks
     assert sent_bytes(planned("ulysses", ranks), ranks) == 2 * share * (2 * HEADS + 2 * KV) * each / ranks
 
 
@@ -80,12 +84,14 @@ def test_calls() -> None:
 
 @pytest.mark.parametrize("kind, told", [
     ("gather", "context parallel: keys gathered"), ("ring", "context parallel: ring attention"),
-    ("ulysses", "context parallel: Ulysses"),
+    ("zigzag", "context parallel: ring attention, zigzag order"), ("ulysses", "context parallel: Ulysses"),
+    ("zigzag_gather", "context parallel: keys gathered, zigzag order"),
 ])  # fmt: skip
 def test_reports_name_it(kind: str, told: str) -> None:
     plan = planned(kind)
     assert f"Splits the sequence over all 4 processes ({told})" in unwrapped(plan)
-    assert ("within 3 x send context 16.0 KiB forward" in unwrapped(plan.explain("attn"))) == (kind == "ring")
+    goes_around = kind in ("ring", "zigzag")
+    assert ("within 3 x send context 16.0 KiB forward" in unwrapped(plan.explain("attn"))) == goes_around
 
 
 def test_keys_go_around_one_axis_at_most() -> None:
@@ -103,16 +109,24 @@ def test_keys_go_around_one_axis_at_most() -> None:
 
 
 @pytest.mark.parametrize(
-    "shards", [QueryShards(4), QueryShards(4, strips=2), QueryShards(4, ring=4), QueryShards(8, ring=2)]
-)
+    "shards",
+    [
+        QueryShards(4), QueryShards(4, strips=2), QueryShards(4, ring=4), QueryShards(8, ring=2),
+        QueryShards(4, is_zigzag=True), QueryShards(8, ring=8, is_zigzag=True),
+    ],
+)  # fmt: skip
 def test_the_last_rank_is_the_busiest(shards: QueryShards) -> None:
-    """The pairs of its pieces, counted one by one where it sees keys up to its own place, over the average."""
+    """The pairs of its pieces, counted one by one where it sees keys up to its own place, over the average; in zigzag
+    order all have the average.
+    """
     length = 64
     queries, keys = length // shards.ranks, length // shards.ring
     found = shards.pieces(queries, keys, causal=True)
     pairs = sum(times * (n * (n + 1) // 2 if is_causal else n * m) for (n, m, is_causal), times in found.items())
     strip, run = length // shards.strips, queries // shards.strips
     rows = [strip * (number + 1) - run + row for number in range(shards.strips) for row in range(run)]
+    if shards.is_zigzag:  # its first half, and the second of the first rank's part
+        rows = [*range(length - queries, length - queries // 2), *range(queries // 2, queries)]
     assert pairs == sum(row + 1 for row in rows)
     halves = sum(times * n * m / (2 if is_causal else 1) for (n, m, is_causal), times in found.items())
     assert math.isclose(halves, length * queries / 2 * shards.busiest)
@@ -124,6 +138,12 @@ def test_pieces_are_priced_as_they_run() -> None:
     assert QueryShards(4).pieces(256, 1024, True) == {(256, 256, True): 1, (256, 768, False): 1}
     assert QueryShards(4, ring=4).pieces(256, 256, True) == {(256, 256, True): 1, (256, 256, False): 3}
     assert QueryShards(4, ring=4).pieces(256, 256, False) == {(256, 256, False): 4}
+    assert QueryShards(4, is_zigzag=True).pieces(256, 1024, True) == {
+        (128, 128, True): 2, (128, 128, False): 1, (128, 768, False): 1
+    }  # fmt: skip
+    assert QueryShards(4, ring=4, is_zigzag=True).pieces(256, 256, True) == {
+        (256, 256, True): 1, (128, 256, False): 2, (256, 128, False): 1  # keys of the first rank are earlier and later
+    }  # fmt: skip
     square, rest = Attention(8, 256, 256, 64, True), Attention(8, 256, 768, 64, False)
     cost = CostModel(spec)
     flops = 4 * 8 * 64 * (256 * 256 / 2 + 256 * 768)
@@ -151,6 +171,9 @@ def test_what_goes_around_is_hidden_where_links_and_cores_are_apart() -> None:
 @pytest.mark.parametrize("kind, given, message", [
     ("ring", {"dropout_p": 0.1}, r"'ring', but attention 'attn' drops weights of keys \(dropout_p=0.1\).* pin 'ga"),
     ("ring", {"biased": True}, "'ring', but attention 'attn' has a mask that is trained"),
+    ("zigzag", {"is_causal": False}, "'zigzag', but attention 'attn' is not causal.*: pin 'ring' or 'gather'"),
+    ("zigzag_gather", {"dropout_p": 0.1}, "'zigzag_gather', but attention 'attn' drops weights .*: pin 'gather'"),
+    ("zigzag", {"length": 60}, "has 60 queries, of which 4 ranks .* pad the sequence to 64, or pin 'ring' or 'gather'"),
     ("ulysses", {"heads": 6, "kv": 3}, "'attn' has 6 heads, in groups that share 3 heads of keys and values, which 4"),
 ])  # fmt: skip
 def test_what_cannot_be_had_is_refused(kind: str, given: dict[str, Any], message: str) -> None:

@@ -49,8 +49,8 @@ def attention(length: int = 48, repeated: bool = False) -> Graph:
         ({"sequence_parallel": True}, "pin 'tensor' above 1 too"),
         ({"sequence_parallel": True, "tensor": 1}, "pin 'tensor' above 1 too"),
         (
-            {"context": 2, "context_kind": "zigzag"},
-            "pin 'context_kind' is 'zigzag'; .* 'gather' .* 'ring'.*'ulysses'",
+            {"context": 2, "context_kind": "star"},
+            "pin 'context_kind' is 'star'; .* 'gather' .* 'ring'.*'zigzag_gather', 'zigzag'.*'ulysses'",
         ),
         ({"context_kind": "ring"}, "pin 'context_kind' is 'ring', which says how .* pin 'context' above 1 too"),
         ({"pipeline": 0}, "pin 'pipeline' is 0; it is how many stages there are: a whole number from 1"),
