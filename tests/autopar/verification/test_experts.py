@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -352,12 +353,18 @@ def test_pinned_ranks_share_each_expert_or_have_whole_ones(name: str, pin: dict[
     assert found.agreement is not None and found.agreement.agrees() and plan.pin == pin
 
 
-def test_an_axis_of_experts_that_see_all_tokens_is_called_for_what_it_does_else() -> None:
-    """Experts have most of the work, and the batch is shared in all else."""
-    batch = {name: torch.randn(16, WIDTH) for name in ("x", "y")}
-    pin = {"data": 2, "layers": {"": {"data": "e"}}}
-    told = " ".join(str(autopar.plan(Mixture(8, 7), ClusterSpec.local(2), example_kwargs=batch, pin=pin)).split())
-    assert "Shards experts over all 2 processes (expert parallel), copies the model over all 2 processes (data " in told
+@pytest.mark.parametrize("pin, told", [
+    ({"data": 2, "layers": {"*.experts": {"data": "e"}}},
+     "Shards experts over all 2 processes (expert parallel), copies the model over all 2 processes (data parallel)"),
+    ({"expert_tensor": 2},
+     "Shards each expert over all 2 processes (expert tensor parallel), copies the model over all 2 processes (data "),
+    ({"tensor": 2, "layers": {"*.experts": {"tensor": "t.dispatch/8"}}, "sequence_parallel": True},
+     "Shards experts over all 2 processes (expert parallel), splits weights over all 2 processes (tensor parallel, "),
+], ids=str)  # fmt: skip
+def test_an_axis_of_experts_is_called_for_what_it_does_else(pin: dict[str, Any], told: str) -> None:
+    """Experts have most of the work."""
+    model, batch = MODELS["mixtral"].build()
+    assert told in " ".join(str(autopar.plan(model, ClusterSpec.local(2), example_kwargs=batch, pin=pin)).split())
 
 
 @pytest.mark.parametrize("way", ["t.dispach", "e.dispatch", "e/2", "dispatch", "k", "t.dispatch/3"])
