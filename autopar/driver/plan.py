@@ -26,6 +26,7 @@ from autopar.driver.trace import Traced, trace
 from planner.base.cpython import no_garbage, on_one_stack
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.context import with_ulysses
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.pinned_space import pinned_space
@@ -130,6 +131,7 @@ def plan_traced(
     """Plan a captured model; see :func:`plan`."""
     if pins.micro_batched:
         traced.check_micro_batched()
+    pins = with_ulysses(pins, traced.graph, cluster)
 
     def search(traced: Traced, time_limit_s: float) -> Plan:
         """The fastest plan of a program whose tables lie where they shall be."""

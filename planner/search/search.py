@@ -20,6 +20,7 @@ from functools import partial
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
+from planner.formulation.constraints.context import with_ulysses
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.remat.levels import Levels
@@ -118,7 +119,7 @@ def begin_search(
         )
     left_out = why_no_pipelines(graph, pins, folding)
     check_schedule(pins, left_out)
-    folded = fold(graph) if folding else fold_off(graph)
+    pins, folded = with_ulysses(pins, graph, cluster), fold(graph) if folding else fold_off(graph)
     training = replace(training, tier=pins.tier, update=pins.update, activations=pins.activations or 0)
     deadline, levels = start + time_limit_s, Levels(())
     context = SearchContext(

@@ -12,6 +12,7 @@ from planner.analysis.pipeline.staged import Staged
 from planner.analysis.prediction import predict, predict_micro_batched
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
+from planner.formulation.constraints.context import with_ulysses
 from planner.formulation.constraints.filters import filters
 from planner.formulation.constraints.labels import label_blocks
 from planner.formulation.constraints.pins import Pins
@@ -129,9 +130,10 @@ def whole(pin: Mapping[str, Any] | None = None) -> Pins:
 
 def plan_of(graph: Graph, spec: ClusterSpec | None = None, pin: Mapping[str, Any] | None = None) -> Plan:
     """Plan a graph as :func:`autopar.plan` plans a model, with seconds that are always the same; see :func:`whole`."""
-    found = search(graph, spec or cluster(), whole(pin), Training())
-    candidates = tuple(candidate.facts() for candidate in found.candidates)
-    return written(found.assignment, found.evaluation.time_s, Pins.parse(pin), candidates, found.staged)
+    spec = spec or cluster()
+    found = search(graph, spec, whole(pin), Training())
+    candidates, pins = tuple(candidate.facts() for candidate in found.candidates), Pins.parse(pin)
+    return written(found.assignment, found.evaluation.time_s, with_ulysses(pins, graph, spec), candidates, found.staged)
 
 
 def written(

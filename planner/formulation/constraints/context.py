@@ -1,17 +1,24 @@
-"""How the ranks of a context axis attend to one another's keys: pin ``context_kind``."""
+"""How the ranks of a context axis attend to one another's keys: pin ``context_kind``.
+
+Those of an axis ``ulysses`` share heads (Jacobs et al. 2023): queries, keys and values are resharded from the sequence
+to heads, and what comes of them back. Beside a context axis that makes a hybrid (Fang and Zhao 2024).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.base.errors import PinError
-from planner.formulation.constraints.pins import ContextKind
-from planner.formulation.constraints.roles import ranks_sharing
+from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import ContextKind, Pins
+from planner.formulation.constraints.roles import sharing
+from planner.formulation.strategies import rule_of
 from planner.ir.graph import Graph, Node, TensorType
 from planner.ir.layout import Mesh
 from planner.ops import attends
-from planner.ops.attention import HEADS, QUERY, RING, ZIGZAG, ZIGZAG_RING, no_ring, no_zigzag
+from planner.ops.attention import HEADS, QUERY, RING, RINGS, ZIGZAG, ZIGZAG_RING, no_ring, no_zigzag
 from planner.ops.sharding_rule import Rule
 
 
@@ -20,70 +27,108 @@ class Sharded:
     """A kind in which queries are sharded.
 
     Attributes:
-        way: of the operator.
+        ways: to shard those of an operator.
         refusal: says why an attention cannot be run so.
         instead: what to pin then.
     """
 
-    way: str
+    ways: tuple[str, ...]
     refusal: Callable[[Node, tuple[TensorType, ...]], str] = lambda node, operands: ""
     instead: str = ""
 
 
 SHARDED: Mapping[ContextKind, Sharded] = {
-    "gather": Sharded(QUERY),
-    "zigzag_gather": Sharded(ZIGZAG, no_zigzag, "'gather'"),
-    "ring": Sharded(RING, no_ring, "'gather'"),
-    "zigzag": Sharded(ZIGZAG_RING, no_zigzag, "'ring' or 'gather'"),
+    "gather": Sharded((QUERY,)),
+    "zigzag_gather": Sharded((ZIGZAG,), no_zigzag, "'gather'"),
+    "ring": Sharded((RING,), no_ring, "'gather'"),
+    "zigzag": Sharded((ZIGZAG_RING,), no_zigzag, "'ring' or 'gather'"),
+    "hybrid": Sharded(RINGS, no_ring, "'ulysses' or 'gather'"),
 }
+
+
+def with_ulysses(pins: Pins, graph: Graph, cluster: ClusterSpec) -> Pins:
+    """Pins of a hybrid that say how many of its ranks share heads, where that is left open: as many as lie in one node
+    beside the tensor axis, and divide the heads of every attention, so that a ring is left.
+
+    Raises:
+        PinError: there are none.
+    """
+    if pins.context_kind != "hybrid" or "ulysses" in pins.sizes:
+        return pins
+    ranks, node = pins.sizes["context"], cluster.levels[0].size // pins.sizes.get("tensor", 1)
+    rules = [rule_of(graph, each) for each in graph.operators if attends(each.op)]
+    parts = [part for part in range(2, ranks) if ranks % part == 0 == node % part]
+    shared = [part for part in parts if all(_heads(rule, part) for rule in rules)]
+    if not shared:
+        counts = sorted({rule.sizes.get("kv", 1) * rule.sizes.get("group", 1) for rule in rules})
+        raise PinError(
+            f"pin 'context_kind' is 'hybrid', but of the {ranks} ranks of pin 'context' no part can share heads and "
+            f"leave a ring: one that divides {ranks}, the {node} devices of a node for each rank of pin 'tensor', and "
+            f"the {' and '.join(map(str, counts))} heads of attention. Change pin 'context', pin 'ulysses' and "
+            "'context' by themselves, or 'context_kind' 'zigzag' or 'ring'"
+        )
+    return replace(pins, sizes={**pins.sizes, "context": ranks // shared[-1], "ulysses": shared[-1]})
 
 
 def ways_to_attend(
     kind: ContextKind | None, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh
-) -> Mapping[str, frozenset[str]]:
-    """The ways in which a pin lets the context axis shard each attention whose queries its ranks divide.
-
-    Heads are shared where it is left to the search, too (Ulysses: Jacobs et al. 2023): queries, keys and values are
-    then resharded from the sequence to heads, and what comes of them back.
+) -> Mapping[str, Mapping[str, frozenset[str]]]:
+    """The ways in which pins let each axis of a sequence shard each attention whose queries their ranks divide.
 
     Raises:
         PinError: an attention cannot be run so.
     """
-    ranks, found = ranks_sharing(mesh, "context"), dict[str, frozenset[str]]()
+    sizes = {axis.name: axis.size for axis in mesh.axes if axis.name in sharing("context")}
+    ranks, found = math.prod(sizes.values()), dict[str, dict[str, frozenset[str]]]()
     for node in graph.operators if ranks > 1 else ():
         rule = rules[node.name]
         if attends(node.op) and rule.sizes.get(QUERY, 1) % ranks == 0:
-            heads = [factor for factor in HEADS if rule.sizes.get(factor, 1) % ranks == 0]
-            if kind is not None and kind in SHARDED:
-                _check(kind, node, graph.input_types(node), rule, ranks)
-            if kind == "ulysses" and not heads:
-                count = node.results[0].shape[-3] if len(node.results[0].shape) > 2 else 1
-                kv = rule.sizes.get("kv", 1)
-                grouped = f", in groups that share {kv} heads of keys and values" if kv < count else ""
-                raise _refused(
-                    kind, node, f"has {count} heads{grouped}, which {ranks} ranks do not divide: change pin 'context', "
-                    "pin 'gather' or 'ring', or leave out 'context_kind'",
-                )  # fmt: skip
-            if kind is None:
-                found[node.name] = frozenset([*heads, *(each.way for each in SHARDED.values())])
-            else:
-                found[node.name] = frozenset([SHARDED[kind].way] if kind in SHARDED else heads[:1])
+            found[node.name] = {
+                name: frozenset(
+                    _heads_to_share(kind, node, rule, name, size)
+                    if "ulysses" in (name, kind)
+                    else _ways_of_queries(kind, node, graph.input_types(node), rule, size)
+                )
+                for name, size in sizes.items()
+            }
     return found
 
 
-def _check(kind: ContextKind, node: Node, operands: tuple[TensorType, ...], rule: Rule, ranks: int) -> None:
-    """Refuse what cannot be run in a kind in which queries are sharded."""
-    sharded = SHARDED[kind]
+def _heads_to_share(kind: ContextKind | None, node: Node, rule: Rule, name: str, ranks: int) -> list[str]:
+    """What the ranks of an axis can share of the heads of an attention."""
+    found = _heads(rule, ranks)
+    if not found:
+        count = node.results[0].shape[-3] if len(node.results[0].shape) > 2 else 1
+        kv = rule.sizes.get("kv", 1)
+        grouped = f", in groups that share {kv} heads of keys and values" if kv < count else ""
+        pinned, others = f"pin {name!r} is {ranks}", "leave it out"
+        if name != "ulysses":
+            pinned, others = f"pin 'context_kind' is {kind!r}", "pin 'gather' or 'ring', or leave out 'context_kind'"
+        raise PinError(
+            f"{pinned}, but attention {node.path or node.name!r} has {count} heads{grouped}, which {ranks} ranks do "
+            f"not divide: change pin {name!r}, {others}"
+        )
+    return found
+
+
+def _heads(rule: Rule, ranks: int) -> list[str]:
+    return [factor for factor in HEADS if rule.sizes.get(factor, 1) % ranks == 0]
+
+
+def _ways_of_queries(
+    kind: ContextKind | None, node: Node, operands: tuple[TensorType, ...], rule: Rule, ranks: int
+) -> list[str]:
+    """How the ranks of an axis may attend, heads shared where it is left to the search."""
+    if kind is None:
+        return [*_heads(rule, ranks), *(way for each in SHARDED.values() for way in each.ways)]
+    sharded, length = SHARDED[kind], rule.sizes[QUERY]
+    refused = f"pin 'context_kind' is {kind!r}, but attention {node.path or node.name!r}"
     if why := sharded.refusal(node, operands):
-        raise _refused(kind, node, f"{why}: pin {sharded.instead}, or leave out 'context_kind'")
-    multiple = ranks * next(way.multiple for way in rule.ways_of(QUERY) if way.named(QUERY) == sharded.way)
-    length = rule.sizes[QUERY]
-    if length % multiple:
-        raise _refused(
-            kind, node, f"has {length} queries, of which {ranks} ranks do not have {multiple // ranks} equal parts "
-            f"each: pad the sequence to {-(-length // multiple) * multiple}, or pin {sharded.instead}",
-        )  # fmt: skip
-
-
-def _refused(kind: ContextKind, node: Node, why: str) -> PinError:
-    return PinError(f"pin 'context_kind' is {kind!r}, but attention {node.path or node.name!r} {why}")
+        raise PinError(f"{refused} {why}: pin {sharded.instead}, or leave out 'context_kind'")
+    parts = min(way.multiple for way in rule.ways_of(QUERY) if way.named(QUERY) in sharded.ways)
+    if length % (multiple := parts * ranks):
+        raise PinError(
+            f"{refused} has {length} queries, of which {ranks} ranks do not have {parts} equal parts each: pad the "
+            f"sequence to {-(-length // multiple) * multiple}, or pin {sharded.instead}"
+        )
+    return [*sharded.ways]

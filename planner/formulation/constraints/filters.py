@@ -64,7 +64,7 @@ def filters(
         shards = shards - {WEIGHTS} | {"context"} | ({"stream"} if pins.sequence_parallel is False else set())
     dims = {label: labels(label) for label in shards}
     if pins.sizes:
-        _check_recipe(pins, graph, mesh, rules)
+        _check_recipe(pins, graph, mesh, rules, dims)
         _check_weights(pins, mesh, rules, weighted)
     _check_layers(pins, graph, rules, mesh)
     pinned = {glob: {node.name for node in _pinned(graph, glob)} for glob in pins.layers}
@@ -109,7 +109,7 @@ def filters(
         if any(labelled(node, strategy, dims[each.shards]) for each in others):
             return False
         if role.shards == "context" and node.name in attend:
-            return strategy.sharded in attend[node.name]
+            return strategy.sharded in attend[node.name][role.name]
         if role.shards != WEIGHTS:
             for label in role.labels:
                 if has(node, dims[label], ranks_sharing(mesh, label)):
@@ -162,7 +162,7 @@ def _micro_batched(call: Inner) -> bool:
     return call.kind == "all_reduce" and not call.factors and call.count == 1
 
 
-def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, rules: Mapping[str, Rule]) -> None:
+def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, rules: Mapping[str, Rule], dims: Mapping[str, Labels]) -> None:
     """Refuse sizes that the dims that they share do not divide."""
     parts = ranks_sharing(mesh, "batch")
     inputs = {leaf.target: leaf.results[0].shape for leaf in graph.leaves if leaf.op == "input"}
@@ -195,6 +195,12 @@ def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, rules: Mapping[str, Rule
         label = LABELS[which]
         starts = ((node, row.labels.get(which)) for node in graph.operators if (row := OPS.get(node.op)) is not None)
         lengths = {rules[node.name].sizes.get(factor, 1) for node, factor in starts if factor is not None}
+        lengths = lengths or {
+            graph.type_of(ref).shape[dim]
+            for ref, places in dims[which].places.items()
+            for dim, cut in places
+            if cut == 1
+        }
         if not lengths:
             raise PinError(f"{pinned} {label.missing}")
         if all(length % ranks for length in lengths):

@@ -23,7 +23,7 @@ from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 from planner.tables.tables_plan import NO_SLAB, SLABS
 
 BatchNorm = Literal["micro_batch"]
-ContextKind = Literal["gather", "zigzag_gather", "ring", "zigzag", "ulysses"]
+ContextKind = Literal["gather", "zigzag_gather", "ring", "zigzag", "ulysses", "hybrid"]
 CONTEXT_KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
 Offload = Literal["none", "host", "auto", "disk"]
@@ -261,7 +261,8 @@ def _context_kind(value: object, sizes: Mapping[str, int]) -> ContextKind | None
     raise PinError(
         f"pin 'context_kind' is {value!r}; the ranks of the context axis 'gather' keys and values, pass them around in "
         "a 'ring', both as they are or so that a causal mask leaves all as much ('zigzag_gather', 'zigzag'), or share "
-        "heads instead of the sequence while they attend ('ulysses')"
+        "heads instead of the sequence while they attend ('ulysses'), or do that inside a node, with a ring across "
+        "('hybrid')"
     )
 
 

@@ -54,6 +54,7 @@ ROLES = {
         Role("expert", "expert", "zero", elsewhere="batch", is_alone=True),
         Role("expert_tensor", "expert features", "zero", elsewhere="batch", is_alone=True),
         Role("context", "context", "whole"),
+        Role("ulysses", "context", "whole"),
         Role("table", "table", "any", elsewhere="batch"),
         Role("tensor", WEIGHTS, "any", is_tried=True),
     )

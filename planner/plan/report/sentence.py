@@ -6,7 +6,7 @@ Everything is read off the decisions, not off pins or the names of axes, so that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from planner.base.formatting import GATHERED_AGAIN, in_bytes, in_percent, in_seconds
@@ -90,6 +90,7 @@ def _axes(document: Document) -> Iterator[str]:
     whole = _stored_whole(document, parted)
     kinds = {at: _kind(axis, work[at]) for at, axis in enumerate(axes) if axis.size > 1 and axis.name != MICRO}
     is_sharded = any(kind == "data" and not whole[at] for at, kind in kinds.items())
+    attends = _attends(document, [at for at, kind in kinds.items() if kind == "context"])
     places: dict[tuple[str, str], list[str]] = {}
     for at, kind in reversed([*kinds.items()]):
         if experts[at]:
@@ -108,7 +109,7 @@ def _axes(document: Document) -> Iterator[str]:
         elif kind == "tensor":
             what = "splits weights", f" (tensor parallel{', sequence parallel' * (work[at]['sequence'] > 0)})"
         elif kind == "context":
-            what = "splits the sequence", f" (context parallel{_attends(document, at)})"
+            what = "splits the sequence", f" (context parallel{attends})"
         else:
             what = ("repeats the work" if kind == "idle" else "divides the work"), ""
         places.setdefault(what, []).append(f"over {_place(document, axes, at)}")
@@ -140,17 +141,20 @@ def _kind(axis: Axis, work: Mapping[str, int]) -> str:
     return kind if shares[kind] else "data" if work.get(DISPATCHED) else "idle"
 
 
-def _attends(document: Document, at: int) -> str:
-    """How the ranks of an axis attend to one another's keys: what most attention does."""
-    found = Counter[str]()
-    for block, detail in zip(document.blocks, document.account.blocks, strict=False):
-        for name, op in detail.ops.items():
-            if name not in block.ops:
-                continue
-            way = block.ops[name].split()[at].partition(":")[2].partition("/")[0]
-            if how := ATTENDS.get(HEADS if op.meaning[at] == HEADS else way):
-                found[how] += block.count * op.flops
-    return f": {found.most_common(1)[0][0]}" if found else ""
+def _attends(document: Document, axes: Sequence[int]) -> str:
+    """How the ranks of context axes attend to one another's keys, inner ones first: what most attention does."""
+    told = dict[str, None]()
+    for at in reversed(axes):
+        found = Counter[str]()
+        for block, detail in zip(document.blocks, document.account.blocks, strict=False):
+            for name, op in detail.ops.items():
+                if name not in block.ops:
+                    continue
+                way = block.ops[name].split()[at].partition(":")[2].partition("/")[0]
+                if how := ATTENDS.get(HEADS if op.meaning[at] == HEADS else way):
+                    found[how] += block.count * op.flops
+        told.update(dict.fromkeys(how for how, _ in found.most_common(1)))
+    return f": {'hybrid of ' * (len(told) > 1)}{' and '.join(told)}" if told else ""
 
 
 def _parted(document: Document, words: tuple[str, ...]) -> list[set[str]]:

@@ -69,6 +69,8 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]]
         {"context": 2, "context_kind": "zigzag", "pipeline": 2, "micro_batches": 2, "recompute": "full"},
     ),
     (qwen3, text, {"context": 2, "context_kind": "zigzag_gather", "tensor": 2}),
+    (models.llama, text, {"context": 4, "context_kind": "hybrid"}),
+    (bert, padded, {"context": 4, "context_kind": "hybrid"}),
     (models.llama, text, {"context": 2, "context_kind": "gather", "tensor": 2, "recompute": "full"}),
     (models.llama, text, {"context": 2, "context_kind": "ring", "pipeline": 2, "micro_batches": 2}),
     (models.llama, padded, {"context": 2, "context_kind": "ulysses", "data": 2, "zero": 3}),

@@ -70,6 +70,24 @@ def test_volumes(ranks: int) -> None:
     assert sent_bytes(planned("ulysses", ranks), ranks) == 2 * share * (2 * HEADS + 2 * KV) * each / ranks
 
 
+def test_volume_of_a_hybrid() -> None:
+    """Of 8 ranks in nodes of 4: what Ulysses moves among four, and a ring of two with a quarter of the heads."""
+    spec = ClusterSpec.preset("dgx-h100", nodes=2, devices=8)
+    pin = {"context": 8, "context_kind": "hybrid"}
+    plan = plan_of(layer(), spec, pin)
+    each = BATCH * LENGTH * SIZE * ITEM
+    assert plan.mesh.names == ("context", "ulysses") and plan.mesh.sizes == (2, 4)
+    shared = 2 * (3 / 4) * (2 * HEADS + 2 * KV) * each / 8
+    ring = 3 * (1 / 2) * 2 * (KV / 4) * each
+    by_axis = dict.fromkeys(plan.mesh.names, 0.0)
+    for call, count in plan.predicted.collectives:
+        if call.kind in ("send", "all_to_all"):
+            by_axis[call.axis] += (0.75 if call.kind == "all_to_all" else 1) * call.bytes_in * count
+    assert by_axis == {"context": ring, "ulysses": shared}
+    told = "(context parallel: hybrid of Ulysses and ring attention)"
+    assert f"Splits the sequence over the 4 GPUs of a node and over 2 nodes {told}" in unwrapped(plan)
+
+
 def test_calls() -> None:
     """Keys and values are one message, sent to the next rank as often as there are others."""
     calls = [call for call in planned("ring").predicted.collectives if call[0].kind == "send"]
@@ -174,6 +192,7 @@ def test_what_goes_around_is_hidden_where_links_and_cores_are_apart() -> None:
     ("zigzag", {"is_causal": False}, "'zigzag', but attention 'attn' is not causal.*: pin 'ring' or 'gather'"),
     ("zigzag_gather", {"dropout_p": 0.1}, "'zigzag_gather', but attention 'attn' drops weights .*: pin 'gather'"),
     ("zigzag", {"length": 60}, "has 60 queries, of which 4 ranks .* pad the sequence to 64, or pin 'ring' or 'gather'"),
+    ("hybrid", {"heads": 3, "kv": 3}, "'hybrid', but of the 4 ranks of pin 'context' no part .* the 3 heads of attent"),
     ("ulysses", {"heads": 6, "kv": 3}, "'attn' has 6 heads, in groups that share 3 heads of keys and values, which 4"),
 ])  # fmt: skip
 def test_what_cannot_be_had_is_refused(kind: str, given: dict[str, Any], message: str) -> None:
