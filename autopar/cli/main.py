@@ -43,7 +43,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="[bold]module:function[/] returning a model, or (model, example inputs); or a Transformers config.json.",
+        help="[bold]module:function[/] or [bold]file.py:function[/] returning a model, or (model, example inputs); or "
+        "a Transformers config.json.",
     ),
 ]
 ClusterOption = Annotated[
@@ -211,7 +212,8 @@ def rebind(
             "--model",
             "-m",
             metavar="MODEL",
-            help="The model to carry the plan to: [bold]module:function[/], or a Transformers config.json.",
+            help="The model to carry the plan to: [bold]module:function[/], [bold]file.py:function[/], or a "
+            "Transformers config.json.",
         ),
     ],
     cluster: Annotated[
@@ -414,10 +416,14 @@ def _check_folder(folder: Path | None) -> None:
 
 
 def _write_curve(curve: ParetoCurve[Plan], folder: Path, html: Path | None) -> None:
-    """Write the plan of every point, the leanest first, and the page with the curve."""
+    """Write the plan of every point, the leanest first, and the page with the curve; remove those of a longer one."""
     folder.mkdir(exist_ok=True)
     for number, point in enumerate(curve.points):
         point.plan.save(folder / f"plan_{number}.json")
+    number = len(curve.points)
+    while (earlier := folder / f"plan_{number}.json").exists():
+        earlier.unlink()
+        number += 1
     typer.echo(f"written: {folder}, plan_0.json to plan_{len(curve.points) - 1}.json", err=True)
     if html is not None:
         curve.save_html(html)
