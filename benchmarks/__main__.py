@@ -1,6 +1,6 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [iopddl] [memory]
+python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
                      [pipeline] [schedules] [transfer schedule] [offload] [tables] [fuzz [files]]
                      [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
@@ -26,6 +26,7 @@ from benchmarks import (
     cached_table,
     context,
     exact,
+    family,
     fuzz,
     iopddl,
     largest,
@@ -341,6 +342,14 @@ def mixtures() -> None:
     print(record.write("planned_mixtures", "Planned mixtures of experts", notes, table, raw, facts), flush=True)
 
 
+def families() -> None:
+    """What papers on the tensor-parallel family claim beside what their algorithms send and take here."""
+    facts = record.circumstances()
+    found = family.rows()
+    raw = [asdict(each) for each in found]
+    print(record.write("family", "The tensor-parallel family", family.notes(found), family.table(found), raw, facts))
+
+
 def problems() -> None:
     """The public problems within their time limits."""
     facts = record.circumstances()
@@ -577,8 +586,8 @@ def cached() -> None:
         f"Criteo's terabyte, {cached_table.FEATURES} features, {cached_table.BATCHES} Zipf batches (exponent "
         f"{cached_table.EXPONENT}) of {cached_table.SAMPLES:,} samples with {cached_table.LOOKUPS} look-ups each, a "
         "dense tower behind it, all on CPUs. The hit rate is of the distinct rows of a batch. With prefetching a "
-        f"look-up takes {found[1].lookup_s / found[0].lookup_s:.2f} of its time without, rows that leave being "
-        "written back in both. The whole table, "
+        f"look-up takes {found[1].lookup_s / found[0].lookup_s:.2f} of its time without; rows that leave are written "
+        "back behind it in both. The whole table, "
         f"{whole_bytes / 1e9:.0f} GB, was not run: with {cached_table.CACHED:.1%} of its rows cached "
         f"{whole.hit_rate:.2%} of {whole.unique_rows:,.0f} distinct rows are predicted to be there, and "
         f"{whole.moved_bytes / 1e6:.1f} MB a batch to be fetched."
@@ -690,6 +699,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "published": published_runs,
     "runs": planned,
     "mixtures": mixtures,
+    "family": families,
     "iopddl": problems,
     "memory": peaks,
     "pipeline": pipelines,
