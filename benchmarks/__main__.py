@@ -1,6 +1,6 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [iopddl] [memory]
+python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
                      [pipeline] [schedules] [transfer schedule] [offload] [tables] [fuzz [files]]
                      [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
@@ -26,6 +26,7 @@ from benchmarks import (
     cached_table,
     context,
     exact,
+    family,
     fuzz,
     iopddl,
     largest,
@@ -339,6 +340,14 @@ def mixtures() -> None:
     raw = [{name: value for name, value in asdict(each).items() if name != "plan_s"} for each in found]
     table = [{name: text for name, text in row.items() if name != "free"} for row in planned_runs.table(found)]
     print(record.write("planned_mixtures", "Planned mixtures of experts", notes, table, raw, facts), flush=True)
+
+
+def families() -> None:
+    """What papers on the tensor-parallel family claim beside what their algorithms send and take here."""
+    facts = record.circumstances()
+    found = family.rows()
+    raw = [asdict(each) for each in found]
+    print(record.write("family", "The tensor-parallel family", family.notes(found), family.table(found), raw, facts))
 
 
 def problems() -> None:
@@ -690,6 +699,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "published": published_runs,
     "runs": planned,
     "mixtures": mixtures,
+    "family": families,
     "iopddl": problems,
     "memory": peaks,
     "pipeline": pipelines,
