@@ -52,8 +52,8 @@ ROLES = {
         Role("replicate", "batch", "whole"),
         Role("data", "batch", "zero", takes_rest=True, is_tried=True),
         Role("expert", "expert", "zero", elsewhere="batch", is_alone=True),
-        Role("context", "context", "whole"),
-        Role("ulysses", "context", "whole"),
+        Role("context", "context", "zero"),
+        Role("ulysses", "context", "zero"),
         Role("table", "table", "any", elsewhere="batch"),
         Role("tensor", WEIGHTS, "any", is_tried=True),
     )

@@ -44,7 +44,7 @@ def layer(heads: int = HEADS, kv: int = KV, **given: Any) -> Graph:
 
 
 def planned(kind: str, ranks: int = 4, **given: Any) -> Plan:
-    return plan_of(layer(**given), cluster(ranks), {"context": ranks, "context_kind": kind})
+    return plan_of(layer(**given), cluster(ranks), {"context": ranks, "context_kind": kind, "zero": 0})
 
 
 def sent_bytes(plan: Plan, ranks: int) -> float:
