@@ -1,5 +1,6 @@
 """What every test runs under. Nothing here imports torch: the planner's tests run without it."""
 
+import gc
 import os
 import signal
 
@@ -13,6 +14,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background job ignores interrupts, and so would the tests of them and the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Cyclic garbage is looked for a hundred times less often: torch, transformers and captured models are a million objects
+# that live as long as the tests, and walking over them took a seventh of the time. Before they are imported.
+gc.set_threshold(100_000)
 
 # The same examples every time, and no deadlines: the machine may be busy.
 settings.register_profile(

@@ -27,6 +27,7 @@ from autopar.checkpoint.contents import MODEL
 from autopar.checkpoint.files import Stored, is_checkpoint
 from autopar.checkpoint.together import Ranks
 from autopar.graph.rows import Rows, take
+from autopar.graph.slabs import Cut
 from autopar.runtime.spmd.interface import LeafSpec
 from autopar.runtime.spmd.mesh import rows_of
 from planner.base.errors import InputError
@@ -61,17 +62,18 @@ def part_maker(
             return own_part(captured.constants[leaf.name], leaf, mesh, rank, device)
         rows = rows_of(leaf.shape, leaf.layout, mesh, rank)
         if leaf.name in slabs:
-            return slabs[leaf.name].local(rows, partial(part, is_parameter=True)).to(device, leaf.dtype)
-        return part(leaf.name, rows, leaf.kind == "param").to(device, leaf.dtype)
+            return slabs[leaf.name].local(rows, partial(source, is_parameter=True)).to(device, leaf.dtype)
+        return source(leaf.name, leaf.kind == "param")(rows).to(device, leaf.dtype)
 
-    def part(name: str, rows: Rows, is_parameter: bool) -> Tensor:
-        """Some of a tensor of the model, in memory of its own."""
+    def source(name: str, is_parameter: bool) -> Cut:
+        """What cuts parts of a tensor of the model, in memory of their own."""
         like = tensors[name]
         if read is not None and (found := read(_aliases(model, name))) is not None:
             shape = tuple(found.get_shape())
             if shape != tuple(like.shape):
                 raise InputError(f"{name} has shape {shape} in the checkpoint, {tuple(like.shape)} in the model")
-            return _cut(found, rows).to(device, like.dtype, copy=True).contiguous()
+            stored = found
+            return lambda rows: _cut(stored, rows).to(device, like.dtype, copy=True).contiguous()
         if read is not None and is_parameter:
             raise InputError(f"the checkpoint has no tensor {name!r}; is it of another model?")
         if like.is_meta:
@@ -80,7 +82,7 @@ def part_maker(
             full = like.detach().to(device).clone()
             if dist.get_world_size() > 1:
                 dist.broadcast(full, src=0)
-        return take(full, rows).to(device, copy=True).contiguous()
+        return lambda rows: take(full, rows).to(device, copy=True).contiguous()
 
     return make
 

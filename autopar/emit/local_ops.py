@@ -114,8 +114,10 @@ def local_form(call: LocalCall) -> fx.Node:
         positional, keywords = call.arguments()
         return call.emit(draw, (call.target, call.state(), varying, *positional), keywords)
     positional, keywords = call.arguments()
-    if form is None or not (groups or form.is_region):
+    if form is None or not (groups or form.is_region or form.takes_path):
         return call.emit(call.target, positional, keywords)
+    if form.takes_path and call.node.path:
+        groups["path"] = call.node.path
     first = (call.target,) if form.takes_op else (call.state(),) if form.is_region else ()
     return call.emit(form.function, (*first, *positional), {**keywords, **groups})
 

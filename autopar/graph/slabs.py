@@ -17,6 +17,9 @@ from torch import Tensor
 from autopar.graph.rows import Rows, as_slice
 from planner.base.errors import InputError
 
+Cut = Callable[[Rows], Tensor]
+"""Gives some rows and columns of a table."""
+
 
 class SlabPart(NamedTuple):
     """Some columns of a table.
@@ -57,6 +60,14 @@ class Slabs:
         columns = {part.table: part.column + self.shape[2] for part in self.parts}
         return {part.table: (part.rows, columns[part.table]) for part in self.parts}
 
+    def check(self, tables: Mapping[str, Tensor]) -> None:
+        """Refuse tables of other shapes than those that lie here."""
+        for name, value in tables.items():
+            if tuple(value.shape) != self.tables[name]:
+                raise InputError(
+                    f"{name} has shape {tuple(value.shape)} in the state dict, {self.tables[name]} in the model"
+                )
+
     def apart(self, whole: Tensor) -> dict[str, Tensor]:
         """The tables, or what is like them, of whole slabs."""
         found: dict[str, list[Tensor]] = {}
@@ -64,25 +75,30 @@ class Slabs:
             found.setdefault(part.table, []).append(whole[part.slab, part.top : part.top + part.rows])
         return {name: torch.cat(columns, 1) for name, columns in found.items()}
 
-    def local(self, rows: Rows, of_table: Callable[[str, Rows], Tensor]) -> Tensor:
+    def local(self, rows: Rows, of_table: Callable[[str], Cut | None], beneath: Tensor | None = None) -> Tensor:
         """Some rows and features of some slabs.
 
         Args:
             rows: which.
-            of_table: rows and columns of a table; asked for every part, in order, also for none of its rows.
+            of_table: what cuts rows and columns out of a table, ``None`` where there are none to take; asked once for
+                every table, in order, also for one that has none of ``rows``.
+            beneath: what there is where no table is; zeros.
         """
         own = [_indices(each, size) for each, size in zip(rows, self.shape, strict=True)]
-        made: Tensor | None = None
-        for part in self.parts:
-            slab = (own[0] == part.slab).nonzero().flatten()
-            inside = ((own[1] >= part.top) & (own[1] < part.top + part.rows)).nonzero().flatten()
-            inside = inside if len(slab) else inside[:0]
-            wanted = as_slice(own[1][inside] - part.top), as_slice(own[2] + part.column)
-            values = of_table(part.table, wanted)
-            if made is None:
-                made = values.new_zeros([len(each) for each in own])
-            if len(inside):
-                made[slab[0], as_slice(inside)] = values
+        made = None if beneath is None else beneath.detach().clone()
+        for table in self.tables:
+            cut = of_table(table)
+            if cut is None:
+                continue
+            for part in (part for part in self.parts if part.table == table):
+                slab = (own[0] == part.slab).nonzero().flatten()
+                inside = ((own[1] >= part.top) & (own[1] < part.top + part.rows)).nonzero().flatten()
+                inside = inside if len(slab) else inside[:0]
+                values = cut((as_slice(own[1][inside] - part.top), as_slice(own[2] + part.column)))
+                made = values.new_zeros([len(each) for each in own]) if made is None else made
+                if len(inside):
+                    made[slab[0], as_slice(inside)] = values
+            del cut  # perhaps a whole table, before the next
         assert made is not None
         return made
 
@@ -91,8 +107,9 @@ def _indices(rows: slice | Tensor, size: int) -> Tensor:
     return torch.arange(size)[rows]
 
 
-def _cut(tables: Mapping[str, Tensor], name: str, rows: Rows) -> Tensor:
-    return tables[name].detach()[rows]
+def cut_from(tables: Mapping[str, Tensor], name: str) -> Cut | None:
+    """What cuts rows and columns out of one of some tables, if it is there."""
+    return tables[name].detach().__getitem__ if name in tables else None
 
 
 def apart(slabs: Sequence[Slabs], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -113,13 +130,11 @@ def joined(slabs: Sequence[Slabs], tensors: Mapping[str, Tensor]) -> dict[str, T
         tables = {name: found.pop(name) for name in each.tables if name in found}
         if not tables:
             continue
-        for name, shape in each.tables.items():
-            if name not in tables:
-                raise InputError(f"{name} is missing, and lies in slabs with {', '.join(tables)}: give all of them")
-            if tuple(tables[name].shape) != shape:
-                raise InputError(
-                    f"{name} has shape {tuple(tables[name].shape)} in the state dict, {shape} in the model"
-                )
+        each.check(tables)
+        if missing := each.tables.keys() - tables:
+            raise InputError(
+                f"{' and '.join(sorted(missing))} missing, in slabs with {', '.join(tables)}: give all of them"
+            )
         whole = tuple(slice(0, size) for size in each.shape)
-        found[each.name] = each.local(whole, partial(_cut, tables))
+        found[each.name] = each.local(whole, partial(cut_from, tables))
     return found

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from autopar.graph.listing import readable
-from autopar.graph.slabs import Slabs, apart, joined
+from autopar.graph.slabs import Slabs, apart
 from autopar.runtime.data.agreement import DataAgreement
 from autopar.runtime.data.batch_share import BatchShare
 from autopar.runtime.data.loader import DistributedDataLoader
@@ -47,7 +47,7 @@ from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from autopar.runtime.spmd.pretrained import save_pretrained
 from autopar.runtime.spmd.programs import Emitted, Maker, Programs
 from autopar.runtime.spmd.run_state import RunState
-from autopar.runtime.spmd.state_dict import on_all_stages, part_like, whole_tensors
+from autopar.runtime.spmd.state_dict import on_all_stages, part_like, slabs_like, whole_tensors
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import sizes_text
 from planner.ir.layout import Mesh
@@ -551,17 +551,42 @@ class ParallelModule(Fronts):
             self.program.left = None  # gradients of other weights
         if self.offload is not None:
             self.offload.early.settle()
-        own, state_dict = self.state_dict(), joined(self.slabs, state_dict)
+        own, slabs = self.state_dict(), {each.name for each in self.slabs}
 
         def load() -> Any:
             theirs = () if self.pipeline is None else self._everywhere.keys() - own.keys()
-            given = {name: value for name, value in state_dict.items() if name not in theirs}
+            left_out = {*theirs, *(name for each in self.slabs for name in each.tables)}
+            given = {name: value for name, value in state_dict.items() if name not in left_out}
             local = {
                 name: self._like(name, value, own[name]) if name in own else value for name, value in given.items()
             }
-            return super(ParallelModule, self).load_state_dict(local, strict=strict, assign=assign)
+            missing = self._fill_slabs(local, own, state_dict, strict)
+            found = super(ParallelModule, self).load_state_dict(local, strict=strict, assign=assign)
+            keys = (name for name in found.missing_keys if name not in slabs)
+            return found._replace(missing_keys=[*keys, *missing])
 
         return load() if self.pipeline is None else on_all_stages(load, self.pipeline)
+
+    def _fill_slabs(
+        self, local: dict[str, Tensor], own: Mapping[str, Tensor], state_dict: Mapping[str, Any], strict: bool
+    ) -> list[str]:
+        """Put slabs into ``local`` as the tables of a state dict fill them; returns those of these that it lacks."""
+        lacking: list[str] = []
+        for slabs in self.slabs:
+            if slabs.name in local or slabs.name not in own:
+                continue
+            tables = {name: state_dict[name] for name in slabs.tables if name in state_dict}
+            missing = [name for name in slabs.tables if name not in tables]
+            if tables and missing and strict:
+                raise InputError(
+                    f"{' and '.join(missing)} missing, in slabs with {', '.join(tables)}: give all of them, or load "
+                    "those that are there with strict=False"
+                )
+            if tables:
+                layout = self._leaf_names[slabs.name].layout
+                local[slabs.name] = slabs_like(slabs, tables, own[slabs.name], layout, self.mesh, self.rank)
+            lacking += missing
+        return lacking
 
     def _like(self, name: str, value: Tensor, own: Tensor) -> Tensor:
         if not isinstance(own, DTensor):

@@ -63,11 +63,11 @@ class Simulation:
         self.module: ParallelModule
 
     def __enter__(self) -> Simulation:
-        self._stack.enter_context(fake_process_group(self.mesh.size))
-        self.mode = self._stack.enter_context(LocalTensorMode(self.mesh.size))
         full = {name: t.detach() for name, t in _tensors(self._model).items()}
         full = joined(self._captured.slabs, full)
         full.update(dict(self._captured.constants))
+        self._stack.enter_context(fake_process_group(self.mesh.size))
+        self.mode = self._stack.enter_context(LocalTensorMode(self.mesh.size))
 
         def make_part(leaf: LeafSpec) -> Tensor:
             return self.parts(full[leaf.name], leaf.layout)

@@ -152,6 +152,11 @@ class LocalCosts:
             self._known.parts[id(choices)] = sizes, is_term, is_whole
         return self._known.parts[id(choices)]
 
+    def sizes_of(self, node: Node, options: Options) -> Ints:
+        """Bytes on a rank of each of an operator's tensors (operands, then results), for every choice."""
+        assert isinstance(options, Choices)
+        return self._parts_of(node, options)[0]
+
     def _parts(self, layout: Layout) -> int:
         """Into how many parts a tensor is cut."""
         return math.prod([size for t, size in zip(layout, self.mesh.sizes, strict=True) if isinstance(t, Shard)])

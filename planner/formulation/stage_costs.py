@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from planner.formulation.backward_begins import least_working_bytes
 from planner.formulation.choices import laid_at_head, laid_at_tail
 from planner.formulation.cost_table import (
     AGAIN,
@@ -128,6 +129,22 @@ class StageCosts:
         """
         held = (float((each.parts[HELD] + part * each.saved.min(axis=0)).min()) for each in self._singles)
         return int(sum(held)) // self.space.stages
+
+    def working_bytes(self, stages: int, part: float) -> list[float]:
+        """What the backward of each stage has at least beside all that is saved, when it begins with its last block.
+
+        Args:
+            part: a micro-batch is of the space's.
+        """
+        assert self.kept is not None
+        kept = dict(zip(self.space.variables, self.kept, strict=True))
+        of_kinds = [part * least_working_bytes(self.space, kind, kept) for kind in range(len(self.folded.kinds))]
+        ends = {place: [each for kind, each in enumerate(of_kinds) if self._places[kind] == place] for place in PLACES}
+        inner = min((*ends[BODY], *ends[ANYWHERE]))
+        found = [min((inner, *ends[FIRST])), *[inner] * (stages - 1)]
+        if ends[LAST]:
+            found[-1] = ends[LAST][0]
+        return found
 
     # ---- what there is -----------------------------------------------------------------------------------------------
 

@@ -163,6 +163,6 @@ ROWS: dict[str, Row] = {
         kernel="other",
         anew=True,
         between=between,
-        labels={"expert": "e"},
+        labels={"expert": "e", "expert features": "f"},
     ),
 }

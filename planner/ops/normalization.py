@@ -1,30 +1,79 @@
-"""Rows of normalisations. Statistics run over whole dims, except that batch norm can share its batch."""
+"""Rows of normalisations. What statistics run over may be shared by ranks, which then add up their sums."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import I
 from planner.ops.sharding_rule import FactorWay, Inner, Rule
 from planner.ops.signature import letters, rows, signature, static_ints
-from planner.ops.table import Row, RuleOf
+from planner.ops.table import Between, Row, RuleOf, Share
 
 Operands = tuple[TensorType, ...]
+HIDDEN = ("h", "h1", "h2", "h3")
+"""The factors that a norm of trailing dims runs over."""
 
 
-def trailing(node: Node, operands: Operands) -> Rule:
-    """``x[lead.., norm..], weight[norm..], bias[norm..] -> y[lead.., norm..], statistics[lead.., 1..]``."""
-    names = letters(len(operands[0].shape))
-    lead = len(names) - len(static_ints(node["normalized_shape"]))
-    return signature(
+def trailing(node: Node, operands: Operands, centers: bool) -> Rule:
+    """``x[lead.., h..], weight[h..], bias[h..] -> y[lead.., h..], statistics[lead.., 1..]``.
+
+    Ranks that share the dims it runs over add up two sums for each of the others: forward the mean, then the variance
+    around the common mean, which does not cancel; backward, together, the sums of ``dy`` and ``dy * x_hat``. What does
+    not center has no means, and half of these.
+    """
+    hidden = HIDDEN[: len(static_ints(node["normalized_shape"]))]
+    lead = letters(len(operands[0].shape) - len(hidden))
+    names = [*lead, *hidden]
+    rule = signature(
         node,
         operands,
-        [names, *([names[lead:]] * (len(operands) - 1))],
+        [names, *([hidden] * (len(operands) - 1))],
         [names, *([names] * (len(node.results) - 1))],
-        whole=names[lead:],
         broadcast=True,
     )
+    kept = tuple(name for name in lead if name in rule.sizes)
+    average = Inner("all_reduce", kept, max(4, operands[0].item_bytes))
+    sums = (average, average) if centers else (average,)
+    way = FactorWay(
+        results=dict.fromkeys(range(1, len(node.results)), I),
+        inner=(*sums, replace(average, count=len(sums), phase="backward")),
+        strided=True,
+    )
+    return replace(rule, ways={name: (way,) for name in hidden if name in rule.sizes})
+
+
+def layer_norm(node: Node, operands: Operands) -> Rule:
+    """By the mean and the variance of trailing dims."""
+    return trailing(node, operands, centers=True)
+
+
+def rms_norm(node: Node, operands: Operands) -> Rule:
+    """By the mean square of trailing dims."""
+    return trailing(node, operands, centers=False)
+
+
+def whole_norm(node: Node, operands: Operands) -> Rule:
+    """As :func:`rms_norm`, of what lets gradients through its statistics: over whole dims."""
+    rule = rms_norm(node, operands)
+    return replace(rule, whole=rule.whole | rule.ways.keys(), ways={})
+
+
+def in_passes(node: Node, types: Sequence[TensorType], sizes: Sequence[int], share: Share) -> Between:
+    """What :mod:`autopar.runtime.layers.hidden_norm` has beside what a kernel has, where ranks share what a norm of
+    trailing dims runs over.
+
+    Forward, statistics are a pass over the operand, and each step to the result two; a kernel has two in all.
+    Backward, products that are summed take four passes each, what is in place two or three; a kernel has four.
+    """
+    if not any(share.parts.get(name, 1) > 1 for name in HIDDEN):
+        return Between(0, 0, 0, 0, 0)
+    item, centers = types[0].item_bytes, "layer_norm" in node.op
+    wide, is_narrow, affine = sizes[0] // item * max(4, item), item < 4, len(types) - 1
+    forward = 1 + 2 * (1 + centers + affine) - 2
+    backward = 2 * (1 + centers) + 4 + 5 + 3 * centers + 6 * (affine > 0) + (affine > 1) - 4
+    return Between(0, 2 * is_narrow * wide, (2 + 2 * is_narrow) * wide, forward * wide, backward * wide)
 
 
 def per_channel(node: Node, operands: Operands, shards: tuple[str, ...]) -> Rule:
@@ -77,9 +126,14 @@ def batch_norm(node: Node, operands: Operands) -> Rule:
     return replace(rule, ways={"n": (way,)})
 
 
-def norm(rule: RuleOf, *saves: str, normalizes: bool = False) -> Row:
+def norm(rule: RuleOf, *saves: str) -> Row:
     """Backward needs the input, and the statistics if they are results."""
-    return Row(rule, saves=("in0", *saves), kernel="normalization", normalizes=normalizes)
+    return Row(rule, saves=("in0", *saves), kernel="normalization")
+
+
+def of_tokens(rule: RuleOf, *saves: str) -> Row:
+    """A norm of every token over its hidden dim."""
+    return replace(norm(rule, *saves), normalizes=True, between=in_passes)
 
 
 def averaged(rule: RuleOf, *saves: str) -> Row:
@@ -88,10 +142,10 @@ def averaged(rule: RuleOf, *saves: str) -> Row:
 
 
 ROWS: dict[str, Row] = {
-    **rows("layer_norm", norm(trailing, "rows", "rows", normalizes=True)),
-    **rows("rms_norm", norm(trailing, "rows", normalizes=True)),
-    **rows("_fused_rms_norm", norm(trailing, "out1")),
-    **rows("native_layer_norm", norm(trailing, "out1", "out2", normalizes=True)),
+    **rows("layer_norm", of_tokens(layer_norm, "rows", "rows")),
+    **rows("rms_norm", of_tokens(rms_norm, "rows")),
+    **rows("_fused_rms_norm", norm(whole_norm, "out1")),
+    **rows("native_layer_norm", of_tokens(layer_norm, "out1", "out2")),
     **rows("group_norm", norm(group_norm)),
     **rows("instance_norm", norm(instance_norm)),
     **rows("batch_norm _native_batch_norm_legit_no_training", averaged(batch_norm)),

@@ -14,6 +14,7 @@ from planner.ir.graph import Node, TensorType
 from planner.ops import OPS
 from planner.ops.attention_pieces import QueryShards, scratch_bytes
 from planner.ops.function import kept
+from planner.ops.normalization import HIDDEN
 from planner.ops.table import Saved, Share
 
 FLASH = (Saved("out"), Saved("rows"))
@@ -78,7 +79,8 @@ def own_bytes(
     if saved.kind == "mask":  # a byte for each element on GPUs, a tensor like the operand on CPUs
         return sizes[0] if on_cpu else sizes[0] // item
     if saved.kind == "rows":
-        return max(4, item) * (sizes[0] // item // types[0].shape[-1])  # in float32 at the least
+        last = types[0].shape[-1] // share.parts.get(HIDDEN[0], 1)
+        return max(4, item) * (sizes[0] // item // last)  # in float32 at the least
     wide = _wide(types) // item
     if saved.kind == "copy":
         return wide * sizes[saved.place]

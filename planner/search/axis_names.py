@@ -8,7 +8,7 @@ sizes do the names of axes have roles.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.formulation.assignment import Assignment
@@ -24,6 +24,9 @@ from planner.search.search_context import SearchContext
 
 IDLE = "idle"
 """An axis on which everything that weighs runs whole, on every rank alike."""
+EXPERTS = ("expert", "expert_tensor")
+NAMED = (("data", "batch"), ("context", "context"), *zip(EXPERTS, ("expert", "expert features"), strict=True))
+"""Names of axes, and the labels of what they shard; what else is sharded are weights."""
 
 
 def named(context: SearchContext, found: Searched) -> Searched:
@@ -44,10 +47,11 @@ def named(context: SearchContext, found: Searched) -> Searched:
 
 def _meanings(assignment: Assignment) -> list[str]:
     """What each axis of ranks shards most, counted in operations and, where there are none, in elements; heads of
-    attention aside, which are shared where weights are, and where the sequence is.
+    attention aside, which are shared where weights are, and where the sequence is. Experts are shared beside the batch
+    and beside weights, so an axis is named for them only if it shards nothing else.
     """
     space, graph = assignment.space, assignment.space.graph
-    batch, sequence = (label_blocks(space.decision_graph, label) for label in ("batch", "context"))
+    shards = {axis: label_blocks(space.decision_graph, label) for axis, label in NAMED}
     weights = [Counter[str]() for _ in space.mesh.axes]
     for members in space.members.values():
         node = graph.by_name[members[0]]
@@ -58,15 +62,19 @@ def _meanings(assignment: Assignment) -> list[str]:
         weight = len(members) * (flops + sum(result.numel for result in node.results))
         for axis, strategy in enumerate(assignment.choice(node).axes):
             if strategy.factor and not shares_heads(node, strategy):
-                weights[axis][_shards(assignment, node, strategy, batch, sequence)] += weight
+                weights[axis][_shards(assignment, node, strategy, shards)] += weight
     names = zip(space.mesh.names, weights, strict=True)
-    return [max(found, key=lambda name: found[name], default=IDLE) for name, found in names if name != MICRO]
+    return [
+        max(found, key=lambda name: (name not in EXPERTS, found[name]), default=IDLE)
+        for axis, found in names
+        if axis != MICRO
+    ]
 
 
-def _shards(assignment: Assignment, node: Node, strategy: AxisStrategy, batch: Labels, sequence: Labels) -> str:
+def _shards(assignment: Assignment, node: Node, strategy: AxisStrategy, shards: Mapping[str, Labels]) -> str:
     """The name for an axis that does the same with every operator."""
     part, rule = (strategy.factor, strategy.outer), assignment.space.rules[node.name]
-    for name, labels in (("data", batch), ("context", sequence)):
+    for name, labels in shards.items():
         if part in labels.parts(node, rule):
             return name
     return "tensor"

@@ -39,6 +39,8 @@ DOUBT = 1.5
 """So many times longer a step is expected where samples are too few for the ranks; see :func:`doubt_of`."""
 GROWTH = 0.08
 """A step is expected to grow by this power of the micro-batches beyond those that it is bounded with."""
+BETTER = 500
+"""Effort for cutting what gave the best plan once more."""
 SIMILAR = 4
 """Up to so many times the micro-batches costs are near enough to those of a multiple to solve relaxations with them."""
 
@@ -160,7 +162,11 @@ def _estimated(context: SearchContext, branch: Branch, best: Incumbent | None) -
     """
     branch = _at_prices(context, branch, best, is_proof=False)
     is_likely = best is None or branch.expected_s < best.evaluation.time_s * (1 - LIKELY)
-    return _cut(context, branch, best) if branch.formulated is not None and is_likely else branch
+    if branch.formulated is None or not is_likely:
+        return branch
+    found = _cut(context, branch, best)
+    known = better(best, found)
+    return found if known is best else _with_pipeline(context, found, found.choices, known, BETTER)
 
 
 def _proved(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:

@@ -158,13 +158,13 @@ class PipelineBounds:
             self._add(master, new, part)
             solution = master.solve(OVER * max(bound_s, 1e-9))
             solution = replace(solution, prices=solution.prices.of_part(part))
-            if solution.over > 0.0 and self._needs_more(solution.prices):
-                return PipelineBound(enough_s, self.choices, solution.step_s)
             at_these = partial(self._under, solution.prices, part * self.send_s, 1.0 / ranks, enough_s)
             is_wanted = is_proof or solution.step_s >= enough_s
             found = at_these(solution.step_s * (1 - CLOSE) if is_wanted else math.inf)
             new = [choices for choices in found.choices if choices not in met][:MOST_NEW]
             is_last = found.is_whole or not new or number == ROUNDS - 1
+            if is_last and solution.over > 0.0 and self._needs_more(solution.prices):
+                return PipelineBound(enough_s, self.choices, solution.step_s)
             if is_last and is_wanted and not found.is_whole:
                 found = at_these(-math.inf)
             bound_s = max(bound_s, min(found.bound_s, enough_s))
@@ -188,6 +188,7 @@ class PipelineBounds:
             max(self.free_s, 1e-9),
             part * self.send_s,
             [self.costs.blocks(place) > 0 for place in self.places],
+            [] if limit_bytes is None else self.costs.working_bytes(paths.pipeline.stages, part),
         )
 
     def _add(self, master: Master, new: Iterable[tuple[int, ...]], part: float) -> None:

@@ -1104,8 +1104,8 @@ def layers_compute_the_whole() -> None:
         _equal(local.grad, whole.grad.chunk(2)[rank], f"gradient of a table under {name}")
     for beyond in (-1, 12):
         ids, table = torch.tensor([3, beyond]), part(weight, 0).detach()
-        with pytest.raises(InputError, match=rf"id {beyond} is beyond the 12 rows of a table \(0 to 11\)"):
-            vocab_embedding(table, ids, vocab_groups=group)
+        with pytest.raises(InputError, match=rf"id {beyond} is beyond the 12 rows of table 'emb' \(0 to 11\)"):
+            vocab_embedding(table, ids, vocab_groups=group, path="emb")
         for write_or_read in (
             lambda ids, _: one_hot(ids, 12, class_groups=group),
             lambda ids, table: gather(aten.gather.default, table, 0, ids.view(1, 2), class_groups=group),

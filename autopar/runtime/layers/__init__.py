@@ -18,6 +18,7 @@ from autopar.runtime.layers.embedding import vocab_embedding
 from autopar.runtime.layers.embedding_bag import sharded_embedding_bag
 from autopar.runtime.layers.embedding_slabs import row_sharded_slabs
 from autopar.runtime.layers.experts import experts
+from autopar.runtime.layers.hidden_norm import layer_norm, native_layer_norm, rms_norm
 from autopar.runtime.layers.loss import cross_entropy_loss, nll_loss, partial_mean
 from autopar.runtime.layers.normalization import (
     batch_norm,
@@ -44,6 +45,7 @@ class LocalForm:
         takes_op: the function's first argument is the operator.
         is_region: its first argument is the run state, and it is one region of it (:func:`RandomState.region`) that
             draws nothing: what it keeps for backward is made anew where it runs again. It always replaces the operator.
+        takes_path: a keyword ``path`` takes the path of the module, for errors. It always replaces the operator.
     """
 
     function: Callable[..., Any]
@@ -51,18 +53,22 @@ class LocalForm:
     strips: Mapping[str, str] = field(default_factory=dict)
     takes_op: bool = False
     is_region: bool = False
+    takes_path: bool = False
 
 
 _TOKENS = ("t", "d1", "d2", "d3")
 _CLASSES = {"class_groups": ("classes",)}
 _BATCH = {"batch_groups": ("n",)}
+_HIDDEN = {"hidden_groups": ("h", "h1", "h2", "h3")}
 _GROUPED = LocalForm(grouped_convolution, {"channel_groups": ("g",)}, takes_op=True)
 _MEAN = LocalForm(partial_mean, {"contracted_groups": (CONTRACTED,)}, takes_op=True)
 _NLL = LocalForm(nll_loss, {"token_groups": _TOKENS}, takes_op=True)
 
 LOCAL_FORMS: dict[str, LocalForm] = {
-    "aten.embedding.default": LocalForm(vocab_embedding, {"vocab_groups": ("v",)}),
-    "autopar.embedding_bag.default": LocalForm(sharded_embedding_bag, {"vocab_groups": ("v",), "id_groups": ("n",)}),
+    "aten.embedding.default": LocalForm(vocab_embedding, {"vocab_groups": ("v",)}, takes_path=True),
+    "autopar.embedding_bag.default": LocalForm(
+        sharded_embedding_bag, {"vocab_groups": ("v",), "id_groups": ("n",)}, takes_path=True
+    ),
     "autopar.embedding_slabs.default": LocalForm(row_sharded_slabs, {"row_groups": ("r",)}),
     "aten.cross_entropy_loss.default": LocalForm(
         cross_entropy_loss, {"token_groups": _TOKENS, "vocab_groups": ("v",)}
@@ -83,6 +89,9 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     "autopar.experts.default": LocalForm(
         experts, {"holding_groups": ("e", "t.dispatch"), "dispatch_groups": ("t.dispatch",)}, is_region=True
     ),
+    "aten.layer_norm.default": LocalForm(layer_norm, _HIDDEN),
+    "aten.native_layer_norm.default": LocalForm(native_layer_norm, _HIDDEN),
+    "aten.rms_norm.default": LocalForm(rms_norm, _HIDDEN),
     "aten.batch_norm.default": LocalForm(batch_norm, _BATCH),
     "aten._native_batch_norm_legit.default": LocalForm(native_batch_norm, _BATCH),
     "aten._native_batch_norm_legit.no_stats": LocalForm(native_batch_norm_no_stats, _BATCH),
@@ -124,11 +133,14 @@ __all__ = [
     "cross_entropy_loss",
     "experts",
     "grouped_convolution",
+    "layer_norm",
     "native_batch_norm",
     "native_batch_norm_functional",
     "native_batch_norm_no_stats",
+    "native_layer_norm",
     "nll_loss",
     "partial_mean",
+    "rms_norm",
     "row_sharded_slabs",
     "sharded_embedding_bag",
     "vocab_embedding",

@@ -9,7 +9,7 @@ import torch
 from spmd_types import P, V
 from torch import Tensor
 
-from autopar.runtime.layers.ids import check_ids
+from autopar.runtime.layers.ids import check_ids, rows_of_table
 from autopar.runtime.spmd.rank_index import Groups, first, ranks
 
 
@@ -21,6 +21,7 @@ def vocab_embedding(
     sparse: bool = False,
     *,
     vocab_groups: Groups = (),
+    path: str = "",
 ) -> Tensor:
     """``aten.embedding`` where each rank holds a slice of the rows and adds zeros for the ids of others.
 
@@ -30,15 +31,23 @@ def vocab_embedding(
         padding_idx: global id of the row that gets no gradient; negative for none.
         scale_grad_by_freq, sparse: as in the operator; ``False`` where the vocabulary is sharded.
         vocab_groups: the mesh axes that shard the rows, major first.
+        path: of the module, for errors.
 
     Returns:
         ``[.., h]``, ``P`` on ``vocab_groups``.
+
+    Raises:
+        InputError: on a CPU, of an id that is beyond the table.
     """
     if not vocab_groups:
-        return torch.ops.aten.embedding.default(weight, indices, padding_idx, scale_grad_by_freq, sparse)
+        try:
+            return torch.ops.aten.embedding.default(weight, indices, padding_idx, scale_grad_by_freq, sparse)
+        except IndexError:
+            check_ids(indices, weight.shape[0], rows_of_table(path))
+            raise
     assert not scale_grad_by_freq and not sparse, "counts of ids and sparse gradients keep the vocabulary whole"
     rows = weight.shape[0] * ranks(vocab_groups)
-    check_ids(indices, rows)
+    check_ids(indices, rows, rows_of_table(path))
     start = first(rows, vocab_groups, indices.device)
     return _VocabEmbedding.apply(weight, indices, start, padding_idx, vocab_groups)
 

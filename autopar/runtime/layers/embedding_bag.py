@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopar.operators.embedding_bag import embedding_bag
 from autopar.runtime.layers.collectives import all_reduce
-from autopar.runtime.layers.ids import check_ids
+from autopar.runtime.layers.ids import check_ids, rows_of_table
 from autopar.runtime.spmd.rank_index import (
     Groups,
     as_partial,
@@ -33,6 +33,7 @@ def sharded_embedding_bag(
     *,
     vocab_groups: Groups = (),
     id_groups: Groups = (),
+    path: str = "",
 ) -> Tensor:
     """``autopar.embedding_bag`` where each rank holds a slice of the rows, of the ids, or of both.
 
@@ -45,17 +46,25 @@ def sharded_embedding_bag(
         scale_grad_by_freq: ``False`` where anything is sharded.
         vocab_groups: the mesh axes that shard the rows, major first.
         id_groups: those that shard ids which lie one behind the other, major first.
+        path: of the module, for errors.
 
     Returns:
         The bags ``[b, h]``, ``P`` on all groups; of maxima ``I`` on ``vocab_groups``.
+
+    Raises:
+        InputError: on a CPU, of an id that is beyond the table.
     """
     if not vocab_groups and not id_groups:
-        return embedding_bag(weight, indices, starts, per_sample_weights, mode, padding_idx, scale_grad_by_freq)
+        try:
+            return embedding_bag(weight, indices, starts, per_sample_weights, mode, padding_idx, scale_grad_by_freq)
+        except RuntimeError:
+            check_ids(indices, weight.shape[0], rows_of_table(path))
+            raise
     assert not scale_grad_by_freq, "counts of ids keep the table whole"
     begins = _local_starts(starts, indices, id_groups)
     if vocab_groups:
         rows = weight.shape[0] * ranks(vocab_groups)
-        check_ids(indices, rows)
+        check_ids(indices, rows, rows_of_table(path))
         row = first(rows, vocab_groups, indices.device)
         if mode == MAX:
             return _VocabBagMaxima.apply(weight, indices, begins, row, padding_idx, vocab_groups)

@@ -1,4 +1,4 @@
-"""Ids of the elements of a dim, of which each rank holds a slice."""
+"""Ids of the elements of a dim, as of the rows of a table, of which each rank may hold a slice."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from planner.base.errors import InputError
 
 
-def check_ids(ids: Tensor, count: int, named: str = "rows of a table") -> None:
-    """Refuse ids of what no rank holds, as the whole operator does; on a GPU without waiting for it.
+def check_ids(ids: Tensor, count: int, named: str) -> None:
+    """Refuse ids of what is not there, as the whole operator does; on a GPU without waiting for it.
 
     Args:
         ids: global.
@@ -26,6 +26,10 @@ def check_ids(ids: Tensor, count: int, named: str = "rows of a table") -> None:
         torch._assert_async(~beyond.any(), f"an id is beyond the {count} {named}")
     elif beyond.any():
         raise InputError(
-            f"id {ids[beyond][0].item()} is beyond the {count} {named} (0 to {count - 1}), which are sharded: "
-            "give ids of what is there"
+            f"id {ids[beyond][0].item()} is beyond the {count} {named} (0 to {count - 1}): give ids of what is there"
         )
+
+
+def rows_of_table(path: str) -> str:
+    """What the ids of a module's table are of, for errors."""
+    return f"rows of table {path!r}" if path else "rows of a table"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar.graph.slabs import Slabs, cut_from
 from autopar.runtime.host.disk import check_there
 from autopar.runtime.host.pages import READ, WRITE
-from autopar.runtime.spmd.mesh import as_dtensor, part_of, whole_of
+from autopar.runtime.spmd.mesh import as_dtensor, part_of, rows_of, whole_of
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from planner.base.errors import DiskError, InputError
 from planner.ir.layout import Layout, Mesh
@@ -68,6 +70,26 @@ def part_like(
     check_there(own._local_tensor, WRITE, name, UNCHANGED)
     part = part_of(value, layout, mesh, rank).to(own.device, own.dtype)
     return as_dtensor(part, device_mesh, own.placements, own.shape, own.stride())
+
+
+def slabs_like(
+    slabs: Slabs, tables: Mapping[str, Tensor], own: Tensor, layout: Layout, mesh: Mesh, rank: int
+) -> Tensor:
+    """This rank's part of slabs, filled with tables of a state dict; where it lacks some, as they are.
+
+    Raises:
+        InputError: a table has another shape.
+        DiskError: the slabs are in a file that cannot be read, or be written.
+    """
+    slabs.check(tables)
+    whole = {name: _whole(name, each) if isinstance(each, DTensor) else each for name, each in tables.items()}
+    here = own._local_tensor if isinstance(own, DTensor) else own
+    check_there(here, READ, slabs.name, UNCHANGED)
+    check_there(here, WRITE, slabs.name, UNCHANGED)
+    part = slabs.local(rows_of(slabs.shape, layout, mesh, rank), partial(cut_from, whole), here)
+    if not isinstance(own, DTensor):
+        return part
+    return as_dtensor(part, own.device_mesh, own.placements, own.shape, own.stride())
 
 
 def on_all_stages(load: Callable[[], Any], pipeline: PipelineRanks) -> Any:

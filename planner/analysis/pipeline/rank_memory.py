@@ -69,6 +69,17 @@ class LiveMemory:
         size, _, each = max(found)
         return Peak(self.held[rank] + size, most[each.stage][part_of(each.kind, each.is_first)], each)
 
+    @property
+    def backward_bytes(self) -> list[int]:
+        """Bytes of the rank while each stage runs its whole backward, at its fullest."""
+        found = [0] * self.pipeline.stages
+        for rank, every in enumerate(self.running):
+            for each in every:
+                if each.kind == "B":
+                    most = self._fullest[each.stage][part_of(each.kind, each.is_first)].bytes
+                    found[each.stage] = max(found[each.stage], self.held[rank] + self.beside(rank, each) + most)
+        return found
+
     def at_the_end(self, rank: int, reduced_bytes: int | None = None) -> int:
         """Bytes that a rank has when gradients are reduced, so many at a time, or of the block with most."""
         most = self.reduced(rank)[0] if reduced_bytes is None else reduced_bytes

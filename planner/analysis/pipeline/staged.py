@@ -24,7 +24,7 @@ from planner.ir.folding import Folded
 from planner.solve.pipeline.partition import cut
 from planner.solve.pipeline.simulate import Times, bubble
 from planner.solve.pipeline.simulate import step_s as simulated_s
-from planner.solve.pipeline.stages import Chain, Cut, Pipeline, blocks_of, bound_s, stage_times
+from planner.solve.pipeline.stages import Chain, Cut, Pipeline, backward_bytes, blocks_of, bound_s, stage_times
 from planner.solve.problem import Evaluation
 
 BEST = 2
@@ -237,11 +237,13 @@ def _cut_so(
     links: Sequence[Link], pipeline: Pipeline, limit_bytes: int | None, cutoff_s: float, effort: int, prefetch: bool
 ) -> Staged | None:
     """The same of those that gather parameters ahead, or do not."""
-    spare = min(min(link.working_bytes) for link in links)
+    least = min(min(link.working_bytes) for link in links)
+    working = [least] * (pipeline.stages - 1) + [max(least, min(links[-1].working_bytes))]
+    spare = 0
     for _ in range(TRIES):
         try:
             room = None if limit_bytes is None else max(0, limit_bytes - spare)
-            found = cut(pipeline, chain_of(links), room, cutoff_s, effort)
+            found = cut(pipeline, chain_of(links), room, cutoff_s, effort, working)
         except InfeasibleError:
             return None
         if found is None:
@@ -249,7 +251,11 @@ def _cut_so(
         priced = price(links, pipeline, found, prefetch)
         if limit_bytes is None or priced.peak_bytes <= limit_bytes:
             return priced
-        spare += priced.peak_bytes - limit_bytes
+        known = backward_bytes(pipeline, chain_of(links), found.bounds, found.savings)
+        each = zip(priced.alive.backward_bytes, known, working, strict=True)
+        more = [max(had, size - known) if size > limit_bytes else had for size, known, had in each]
+        spare += priced.peak_bytes - limit_bytes if more == working else 0
+        working = more
     return None
 
 

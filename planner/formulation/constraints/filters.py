@@ -57,12 +57,14 @@ def filters(
     roles = [ROLES.get(name) if pins.sizes else None for name in names]
     shards = {"batch", *(label for role in roles if role is not None for label in role.labels)}
     weighted: Mapping[str, frozenset[str]] = {}
+    if pins.whole_experts is not None:
+        shards |= {"expert", "expert features"}
     if WEIGHTS in shards:
         weighted = weight_factors(graph, rules, graph.operators)
         shards = shards - {WEIGHTS} | {"context"} | ({"stream"} if pins.sequence_parallel is False else set())
     dims = {label: labels(label) for label in shards}
     if pins.sizes:
-        _check_recipe(graph, mesh, dims)
+        _check_recipe(pins, graph, mesh, rules)
         _check_weights(pins, mesh, rules, weighted)
     _check_layers(pins, graph, rules, mesh)
     pinned = {glob: {node.name for node in _pinned(graph, glob)} for glob in pins.layers}
@@ -72,6 +74,11 @@ def filters(
     def labelled(node: Node, strategy: AxisStrategy, labels: Labels) -> bool:
         rule = rules[node.name]
         return not sharded_parts(rule, strategy).isdisjoint(labels.parts(node, rule))
+
+    experts = set()
+    if pins.whole_experts is not None:
+        features = dims["expert features"]
+        experts = {name for name in weighted if features.parts(graph.by_name[name], rules[name])}
 
     def has(node: Node, labels: Labels, size: int) -> bool:
         """Whether the operator can shard a labelled factor ``size`` ways."""
@@ -95,6 +102,9 @@ def filters(
             return not strategy.factor
         if role is None:
             return True
+        if role.shards == WEIGHTS and node.name in experts:
+            shared = dims["expert" if pins.whole_experts else "expert features"]
+            return labelled(node, strategy, shared) and not labelled(node, strategy, dims["batch"])
         others = (each for each in roles if each is not None and each.is_alone and each is not role)
         if any(labelled(node, strategy, dims[each.shards]) for each in others):
             return False
@@ -152,7 +162,7 @@ def _micro_batched(call: Inner) -> bool:
     return call.kind == "all_reduce" and not call.factors and call.count == 1
 
 
-def _check_recipe(graph: Graph, mesh: Mesh, dims: Mapping[str, Labels]) -> None:
+def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, rules: Mapping[str, Rule]) -> None:
     """Refuse sizes that the dims that they share do not divide."""
     parts = ranks_sharing(mesh, "batch")
     inputs = {leaf.target: leaf.results[0].shape for leaf in graph.leaves if leaf.op == "input"}
@@ -168,23 +178,30 @@ def _check_recipe(graph: Graph, mesh: Mesh, dims: Mapping[str, Labels]) -> None:
                 f"{described('batch', mesh.names)} is {parts} but input {leaf.target!r} has a batch of {shape[0]}, "
                 "which it does not divide: change the pin or the global batch"
             )
-    for which in dict.fromkeys(ROLES[name].shards for name in mesh.names if name in ROLES):
-        ranks = ranks_sharing(mesh, which)
-        if which in ("batch", WEIGHTS) or ranks == 1:
-            continue
-        label, pinned = LABELS[which], described(which, mesh.names)
-        lengths = {
-            graph.type_of(ref).shape[dim]
-            for ref, places in dims[which].places.items()
-            for dim, cut in places
-            if cut == 1
-        }
+    shared = {ROLES[name].shards for name in mesh.names if name in ROLES}
+    wanted = [
+        (which, ranks_sharing(mesh, which), described(which, mesh.names), "is {ranks}")
+        for which in LABELS
+        if which in shared and which != "batch"
+    ]
+    if pins.whole_experts is not None:
+        each, experts = pins.sizes["tensor"], pins.sizes.get("expert", 1)
+        wanted.append(("expert features", 1 if pins.whole_experts else each, "pin 'expert_tensor'", "is {ranks}"))
+        if pins.whole_experts:
+            beside = f"pin 'tensor' {each}" + f" and pin 'expert' {experts}" * (experts > 1)
+            told = f"is 1 beside {beside}, so that {{ranks}} ranks share whole experts,"
+            wanted.append(("expert", each * experts, "pin 'expert_tensor'", told))
+    for which, ranks, pinned, told in wanted:
+        label = LABELS[which]
+        starts = ((node, row.labels.get(which)) for node in graph.operators if (row := OPS.get(node.op)) is not None)
+        lengths = {rules[node.name].sizes.get(factor, 1) for node, factor in starts if factor is not None}
         if not lengths:
             raise PinError(f"{pinned} {label.missing}")
         if all(length % ranks for length in lengths):
+            remedy = label.remedy.format(longer=-(-min(lengths) // ranks) * ranks)
             raise PinError(
-                f"{pinned} is {ranks} but the {label.word} has length {min(lengths)}, which it does not divide: "
-                f"{label.remedy.format(longer=-(-min(lengths) // ranks) * ranks)}"
+                f"{pinned} {told.format(ranks=ranks)} but the {label.word} has length {min(lengths)}, which it does "
+                f"not divide: {remedy}"
             )
 
 

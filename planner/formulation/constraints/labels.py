@@ -149,6 +149,13 @@ LABELS = {
         "leave out 'expert'",
         remedy="change the pin",
     ),
+    "expert features": Label(
+        of_rows("expert features"),
+        "hidden features of experts",
+        missing="shards each expert, and the model has none that are known as such: write them with autopar.experts, "
+        "or leave out 'expert_tensor'",
+        remedy="change the pin",
+    ),
     "table": Label(
         of_rows("table"),
         "slabs of embedding tables",
@@ -158,8 +165,8 @@ LABELS = {
     ),
     "stream": Label(_tokens),
 }
-"""``context`` is the query sequence of attention, ``expert`` what experts are stacked along; ``stream`` is the batch
-and, however attention is written, the sequence."""
+"""``context`` is the query sequence of attention, ``expert`` what experts are stacked along, ``expert features`` what
+each has between its products; ``stream`` is the batch and, however attention is written, the sequence."""
 
 
 def label_blocks(decision_graph: DecisionGraph, label: str) -> Labels:
@@ -228,8 +235,8 @@ def normalizes(node: Node) -> bool:
 
 
 def _normed(rule: Rule) -> set[str]:
-    """The factors that a norm runs over."""
-    kept = {factor for dim in rule.results[0] for factor in dim} - rule.whole
+    """The factors that a norm runs over, which its ranks must know of one another, or which its result lacks."""
+    kept = {factor for dim in rule.results[0] for factor in dim} - rule.whole - rule.ways.keys()
     return set(rule.sizes) - kept
 
 

@@ -41,8 +41,11 @@ class Pins:
         sizes: ranks per recipe axis; empty when the mesh is free.
         sequence_parallel: on the tensor axis, keep norms and residuals sharded along the sequence, or (``False``)
             whole; ``None`` leaves it to the search.
-        context_kind: how the ranks of the context axis attend to one another's keys, see :data:`CONTEXT_KINDS`; ``None``
-            leaves it to the search, for each attention.
+        context_kind: how the ranks of the context axis attend to one another's keys, see :data:`CONTEXT_KINDS`;
+            ``None`` leaves it to the search, for each attention.
+        whole_experts: on the tensor axis keep experts whole, and shard what they are stacked along (``True``), or shard
+            each (``False``): pin ``expert_tensor`` beside ``tensor``; ``None``: beside pin ``expert`` each is sharded,
+            else it is left to the search.
         zero: 0 stores parameters whole on the data axis and those of a sequence, 1, 2 and 3 sharded; on the replicate
             axis they are whole. With 1 and 2, which are one, they are held as they are used from forward to backward,
             with micro-batches for all micro-batches, with 3 gathered again in backward, with micro-batches of each
@@ -75,6 +78,7 @@ class Pins:
     sizes: Mapping[str, int] = field(default_factory=dict)
     sequence_parallel: bool | None = None
     context_kind: ContextKind | None = None
+    whole_experts: bool | None = None
     zero: Zero | None = None
     recompute: Level | None = None
     keep: tuple[str, ...] = ()
@@ -130,6 +134,7 @@ class Pins:
                     f"pin {name!r} is {size!r}; it says how many ranks share that work: a whole number from 1"
                 )
             sizes[name] = size
+        whole_experts = _whole_experts(sizes)
         zero = read_zero(pin.pop("zero", None))
         if zero is not None and not sizes:
             sizes["tensor"] = 1
@@ -158,6 +163,7 @@ class Pins:
             sizes,
             sequence_parallel,
             context_kind,
+            whole_experts,
             zero,
             recompute,
             keep,
@@ -212,6 +218,8 @@ class Pins:
             found["sequence_parallel"] = self.sequence_parallel
         if self.context_kind is not None:
             found["context_kind"] = self.context_kind
+        if self.whole_experts is not None:
+            found["expert_tensor"] = 1 if self.whole_experts else self.sizes["tensor"]
         if self.zero is not None:
             found["zero"] = dict(self.zero) if isinstance(self.zero, Mapping) else self.zero
         if self.recompute is not None:
@@ -256,6 +264,20 @@ def _context_kind(value: object, sizes: Mapping[str, int]) -> ContextKind | None
         "heads instead of the sequence while they attend ('ulysses'), or do that inside a node, with a ring across "
         "('hybrid')"
     )
+
+
+def _whole_experts(sizes: dict[str, int]) -> bool | None:
+    """Whether the tensor axis keeps experts whole, if ``expert_tensor`` says so; it is then no axis of its own."""
+    tensor = sizes.get("tensor", 1)
+    if tensor == 1 or "expert_tensor" not in sizes:
+        return None
+    ranks = sizes.pop("expert_tensor")
+    if ranks not in (1, tensor):
+        raise PinError(
+            f"pin 'expert_tensor' is {ranks} beside pin 'tensor' {tensor}, whose ranks shard each expert, all together "
+            f"({tensor}), or have whole ones (1): pin one of these, or leave out 'tensor'"
+        )
+    return ranks == 1
 
 
 def _recompute(value: object) -> tuple[Level | None, tuple[str, ...]]:

@@ -52,6 +52,7 @@ ROLES = {
         Role("replicate", "batch", "whole"),
         Role("data", "batch", "zero", takes_rest=True, is_tried=True),
         Role("expert", "expert", "zero", elsewhere="batch", is_alone=True),
+        Role("expert_tensor", "expert features", "zero", elsewhere="batch", is_alone=True),
         Role("context", "context", "zero"),
         Role("ulysses", "context", "zero"),
         Role("table", "table", "any", elsewhere="batch"),

@@ -14,6 +14,7 @@ _WAYS = {
     "'context'": "cp ring ulysses context_parallel context_parallel_size sequence seq cp_size",
     "'sequence_parallel': True beside 'tensor' (norms and residuals), or 'context' (attention)": "sp seq_parallel",
     "'expert'": "ep moe experts expert_parallel expert_parallel_size expert_model_parallel_size ep_size",
+    "'expert_tensor'": "etp expert_tensor_parallel expert_tensor_parallel_size expert_tp etp_size",
     "'pipeline'": "pp stages num_stages pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size",
     "'micro_batches', how many of them a step has": "mbs mb micro_batch micro_batch_size microbatch microbatches "
     "num_micro_batches num_microbatches gradient_accumulation gradient_accumulation_steps grad_accum ga acc_steps",

@@ -31,7 +31,9 @@ LOOKED_UP = ("vocabulary", "features", LABELS["table"].word)
 """Words for look-ups of which each rank of an axis has some rows, features or tables."""
 DISPATCHED = "dispatch"
 """The word for experts that are shared together with the batch, whose tokens go to where they are."""
-SHARED = (DISPATCHED, LABELS["expert"].word)
+EXPERTS, FEATURES = LABELS["expert"].word, LABELS["expert features"].word
+"""Words for experts that are shared, or each of them, and see all tokens; the axis may share anything in all else."""
+SHARED = (DISPATCHED, EXPERTS)
 """Words for mixtures of which each rank of an axis has some experts."""
 WHOLE = ("whole", "terms")
 """Words for operators of which an axis shards nothing, by themselves."""
@@ -81,8 +83,9 @@ def _stages(document: Document) -> Iterator[str]:
 def _axes(document: Document) -> Iterator[str]:
     """What the axes divide, from neighbours outwards: first what needs the fastest links."""
     axes, work = document.mesh.axes, _work(document)
-    tables, experts = _parted(document, LOOKED_UP), _parted(document, SHARED)
-    whole = _stored_whole(document, [{*one, *other} for one, other in zip(tables, experts, strict=True)])
+    tables, experts, features = (_parted(document, words) for words in (LOOKED_UP, SHARED, (FEATURES,)))
+    parted = [set().union(*each) for each in zip(tables, experts, features, strict=True)]
+    whole = _stored_whole(document, parted)
     kinds = {at: _kind(axis, work[at]) for at, axis in enumerate(axes) if axis.size > 1 and axis.name != MICRO}
     is_sharded = any(kind == "data" and not whole[at] for at, kind in kinds.items())
     attends = _attends(document, [at for at, kind in kinds.items() if kind == "context"])
@@ -90,6 +93,9 @@ def _axes(document: Document) -> Iterator[str]:
     for at, kind in reversed([*kinds.items()]):
         if experts[at]:
             called = "shards experts", " (expert parallel)"
+            places.setdefault(called, []).append(f"over {_place(document, axes, at)}")
+        elif features[at] and kind != "tensor":
+            called = "shards each expert", " (expert tensor parallel)"
             places.setdefault(called, []).append(f"over {_place(document, axes, at)}")
         if kind == "data" and tables[at]:
             places.setdefault(("shards embedding tables", ""), []).append(f"over {_place(document, axes, at)}")
@@ -127,7 +133,8 @@ def _kind(axis: Axis, work: Mapping[str, int]) -> str:
         name = axis.name.partition("_")[0]
         return {"replicate": "data"}.get(name, name)
     shares = {"data": work.get("batch", 0) + work.get(DISPATCHED, 0), "context": work.get("sequence", 0)}
-    shares["tensor"] = sum(work.values()) - sum(shares.values()) - sum(work.get(word, 0) for word in (*WHOLE, HEADS))
+    beside = sum(work.get(word, 0) for word in (*WHOLE, HEADS, EXPERTS, FEATURES))
+    shares["tensor"] = sum(work.values()) - sum(shares.values()) - beside
     kind = max(shares, key=lambda name: shares[name])
     return kind if shares[kind] else "idle"
 

@@ -134,6 +134,7 @@ class Master:
         unit_s: about what a step takes, so that the program's numbers are near one.
         send_s: the least seconds from a stage to the next.
         fills: whether a block of each group is enough for a stage; all are unless given.
+        working_bytes: what the backward of each stage has at least beside what is held and saved; left out: nothing.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Master:
         unit_s: float,
         send_s: float = 0.0,
         fills: Sequence[bool] | None = None,
+        working_bytes: Sequence[float] = (),
     ):
         self.paths, self.pipeline, self.send_s, self._unit_s = paths, paths.pipeline, send_s, unit_s
         self.limit_bytes = limit_bytes
@@ -169,14 +171,16 @@ class Master:
                 row.SetCoefficient(total, -1.0)
         self._filled = [program.Constraint(1.0, program.infinity()) for _ in range(stages)]
         self._path_rows: list[pywraplp.Constraint] = []
-        self._moments: list[tuple[list[int], Floats]] = []
+        self._moments: list[tuple[list[int], Floats, float]] = []
         self._rooms: list[pywraplp.Constraint] = []
+        working = (*(working_bytes or (0.0,) * stages), 0.0)
         if limit_bytes is not None:
             for of_rank, moments in self.pipeline.moments:
                 for moment in moments:
                     if moment.added:  # what is held counts gradients, too
-                        self._moments.append((of_rank, np.array(moment.counts, float)))
-                        room = program.Constraint(-program.infinity(), 1.0)
+                        part = 1.0 - working[moment.backward] / max(1.0, limit_bytes)
+                        self._moments.append((of_rank, np.array(moment.counts, float), part))
+                        room = program.Constraint(-program.infinity(), part)
                         room.SetCoefficient(self._over, -1.0)
                         self._rooms.append(room)
                         for stage, count in zip(of_rank, moment.counts, strict=True):
@@ -273,12 +277,12 @@ class Master:
                 backward += part * _backward(path)
                 send += part * float(path.sends.sum())
         held, saved, room_s = np.zeros(stages), np.zeros(stages), 0.0
-        for room, (of_rank, counts) in zip(self._rooms, self._moments, strict=True):
+        for room, (of_rank, counts, part) in zip(self._rooms, self._moments, strict=True):
             price = max(0.0, -room.dual_value()) * self._unit_s
             if price:
                 held[of_rank] += price / max(1.0, self.limit_bytes or 1.0)
                 saved[of_rank] += price * counts / max(1.0, self.limit_bytes or 1.0)
-                room_s += price
+                room_s += price * part
         bonus = np.array([max(0.0, row.dual_value()) for row in self._filled]) * self._unit_s
         prices = Prices(forward, backward, held, saved, bonus, room_s - float(bonus.sum()), send)
         return MasterSolution(

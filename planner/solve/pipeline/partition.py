@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, pairwise
@@ -44,8 +44,12 @@ SLACKS = (0.0, 0.003, 0.01, 0.02, 0.04)
 """Parts by which the slowest stage may be slower than it must for cuts that are tried."""
 PRICE = 4.0
 """Highest price of the whole limit's bytes, in steps."""
+BEYOND = 0.1
+"""Part of a step by which a cut may be slower than is wanted that others are made of by moving blocks."""
 OFFER = 4
 """Nodes of the tree that looking at a cut counts as."""
+MOVE = 0.02
+"""Nodes of the tree that looking for a block to move counts as."""
 PATHS = 60
 """Paths by which cuts are refused before they are simulated: the last ones."""
 FRONT = 400
@@ -58,21 +62,29 @@ A node of the tree counts as one, simulating a cut as one per hundred actions.
 
 
 def cut(
-    pipeline: Pipeline, chain: Chain, limit_bytes: int | None = None, cutoff_s: float = math.inf, effort: int = EFFORT
+    pipeline: Pipeline,
+    chain: Chain,
+    limit_bytes: int | None = None,
+    cutoff_s: float = math.inf,
+    effort: int = EFFORT,
+    working_bytes: Sequence[int] = (),
 ) -> Cut | None:
     """The cut of shortest step among those whose ranks hold at most ``limit_bytes``.
 
     ``None`` where none was found that takes less than ``cutoff_s``, which ends the search early;
     :class:`InfeasibleError` where none was found that fits. More ``effort`` takes longer and leaves smaller gaps.
+
+    Args:
+        working_bytes: what the backward of each stage has beside what is held and saved; left out: nothing.
     """
     check_chain(pipeline, chain)
-    work = _Work(pipeline, chain, limit_bytes, effort)
+    work = _Work(pipeline, chain, limit_bytes, effort, working_bytes or (0,) * pipeline.stages)
     found = _Found(cutoff_s)
     planes = _planes(work, found)
     bound = max(planes.bound_s, bound_s(pipeline, chain))
     if bound < found.step_s * (1 - TIE):
         bound = max(bound, _tree(work, planes, found))
-    if found.cut is None:
+    if found.cut is None or found.best_s >= cutoff_s:
         if cutoff_s < math.inf and bound < math.inf:
             return None
         raise InfeasibleError(_too_large(work, found), found.excess_bytes)
@@ -87,7 +99,9 @@ TIE = 1e-9
 class _Work:
     """A pipeline and a chain as arrays: a column per block, memory rows per rank and fullest moment."""
 
-    def __init__(self, pipeline: Pipeline, chain: Chain, limit_bytes: int | None, effort: int):
+    def __init__(
+        self, pipeline: Pipeline, chain: Chain, limit_bytes: int | None, effort: int, working_bytes: Sequence[int]
+    ):
         self.pipeline, self.limit, self.effort = pipeline, limit_bytes, effort
         self.blocks = blocks_of(chain)
         self.size, self.stages = len(self.blocks), pipeline.stages
@@ -100,6 +114,7 @@ class _Work:
         self.recompute = np.array([[s.recompute_s for s in each] for each in last])
         self.saved = np.array([[s.saved_bytes for s in each] for each in last], dtype=float)
         rows = [] if limit_bytes is None else pipeline.moments
+        working = (*map(float, working_bytes), 0.0)  # the last one where no backward runs
         ordered = [(stages, sorted(each, key=_in_flight, reverse=True)) for stages, each in rows]
         fullest = [(stages, each[0]) for stages, each in ordered]
         moments = fullest + [(stages, moment) for stages, each in ordered for moment in each[1:]]
@@ -108,11 +123,16 @@ class _Work:
         for row, (stages, moment) in enumerate(moments):
             self.holds[row, 0, stages], self.holds[row, 1, stages] = 1.0, moment.added
             self.keeps[row, stages] = moment.counts
-        self.limits = np.full(len(moments), float(limit_bytes or 0))
-        at = [np.flatnonzero(self.holds[:, 0, stage]) for stage in range(self.stages)]
+        self.limits = np.array([float(limit_bytes or 0) - working[moment.backward] for _, moment in moments])
         self._full = [
-            sorted({*zip(self.keeps[rows, stage].tolist(), self.holds[rows, 1, stage].tolist(), strict=True)})
-            for stage, rows in enumerate(at)
+            sorted(
+                {
+                    (float(keeps[stage]), float(holds[1, stage]), float(limit))
+                    for keeps, holds, limit in zip(self.keeps, self.holds, self.limits, strict=True)
+                    if holds[0, stage]
+                }
+            )
+            for stage in range(self.stages)
         ]
         self._before = np.concatenate([np.zeros((2, 1)), np.cumsum(self.held, axis=1)], axis=1)
         self.alone = pipeline.virtual_stages == 1
@@ -125,6 +145,7 @@ class _Work:
                 stages,
                 np.array([moment.counts for moment in each], dtype=float),
                 np.array([m.added for m in each], float),
+                np.array([working[m.backward] for m in each]),
             )
             for stages, each in rows
         ]
@@ -140,17 +161,17 @@ class _Work:
         fits = (i < j) & (i >= stage) & (self.size - j >= self.stages - 1 - stage)
         fits &= ((stage > 0) | (i == 0)) & ((stage < self.stages - 1) | (j == self.size))
         if self.limit is not None:
-            fits &= self.least_memory <= self.limit
+            fits &= self.least_excess <= 0.0
         return fits
 
     @cached_property
-    def least_memory(self) -> Floats:
-        """[stage, i, j]: bytes of the stage with the blocks i to j - 1 at the least, at its own fullest."""
+    def least_excess(self) -> Floats:
+        """[stage, i, j]: bytes over the limit of the stage with the blocks i to j - 1 at the least, at its fullest."""
         (held, gradients), saved = self._before, np.append(0.0, np.cumsum(self.saved.min(axis=1)))
         always, added, each = (sums[None, :] - sums[:, None] for sums in (held, gradients, saved))
         return np.stack(
             [
-                np.max([always + is_added * added + count * each for count, is_added in full], axis=0)
+                np.max([always + is_added * added + count * each - limit for count, is_added, limit in full], axis=0)
                 for full in self._full
             ]
         )
@@ -226,7 +247,7 @@ class _Work:
         if self.limit is None:
             return 0
         held, gradients = (self._before[:, j] - self._before[:, i]).tolist()
-        room = min((self.limit - held - added * gradients) / count for count, added in self._full[stage] if count)
+        room = min((limit - held - added * gradients) / count for count, added, limit in self._full[stage] if count)
         saved = self.front(i, j).saved
         point = int(np.searchsorted(-saved, -room))
         return point if point < len(saved) else None
@@ -262,15 +283,20 @@ class _Work:
         return seconds
 
     def chosen(self, i: int, j: int, point: int) -> tuple[int, ...]:
-        """The savings of the blocks i to j - 1, in their order, at a point of their front."""
+        """The savings of the blocks i to j - 1, in their order, at a point of their front.
+
+        Of equal blocks the first ones save least: they run backward when others have let go of what they saved.
+        """
         order = sorted(range(i, j), key=lambda place: self.kinds[place])
-        ways = dict(zip(order, self.front(i, j).ways(point), strict=True))
+        pairs = zip(order, self.front(i, j).ways(point), strict=True)
+        each = sorted(pairs, key=lambda pair: (self.kinds[pair[0]], self.saved[pair]))
+        ways = {place: way for place, (_, way) in zip(order, each, strict=True)}
         return tuple(ways[place] for place in range(i, j))
 
 
-def _in_flight(moment: InFlight) -> tuple[int, bool]:
-    """How many micro-batches a rank holds at a moment, and whether gradients as well."""
-    return sum(moment.counts), moment.added
+def _in_flight(moment: InFlight) -> tuple[int, bool, int]:
+    """How many micro-batches a rank holds at a moment, whether gradients as well, and what it works on."""
+    return sum(moment.counts), moment.added, moment.backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,15 +327,23 @@ class _LastBlock:
 
 
 class _Found:
-    """The best cut so far that fits, the least excess met, and paths by which others turned out slower."""
+    """The best cut so far that fits, the least excess met, and paths by which others turned out slower.
+
+    Cuts that take somewhat more than ``cutoff_s`` are only there to make others of.
+    """
 
     def __init__(self, cutoff_s: float):
-        self.step_s = cutoff_s
+        self.cutoff_s, self.best_s = cutoff_s, cutoff_s * (1 + BEYOND)
         self.cut: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.excess_bytes: int = 0
         self.least_excess = math.inf
         self.spent = 0.0
         self._paths: list[Floats] = []
+
+    @property
+    def step_s(self) -> float:
+        """What is worth seeking takes less."""
+        return min(self.best_s, self.cutoff_s)
 
     def offer(self, work: _Work, bounds: tuple[int, ...], savings: tuple[int, ...]) -> None:
         """Take a cut that fits and is better. Simulated is only what no known path proves slower."""
@@ -321,13 +355,13 @@ class _Found:
                 self.least_excess, self.excess_bytes = over, math.ceil(over)
             return
         flat = np.concatenate([times.forward_s, times.input_s, times.weight_s, times.send_s])
-        if self._paths and float((np.stack(self._paths) @ flat).max()) >= self.step_s * (1 - TIE):
+        if self._paths and float((np.stack(self._paths) @ flat).max()) >= self.best_s * (1 - TIE):
             return
         p = work.pipeline
         self.spent += _cost(p)
         seconds, path = critical(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, times)
-        if seconds < self.step_s * (1 - TIE):
-            self.step_s, self.cut = seconds, (bounds, savings)
+        if seconds < self.best_s * (1 - TIE):
+            self.best_s, self.cut = seconds, (bounds, savings)
         self._paths = [*self._paths[-PATHS:], np.append(path.work.ravel(), path.sends)]
 
 
@@ -546,7 +580,7 @@ def _start(work: _Work) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     if work.limit is None:
         bounds, fewest = _least_busy(work), work.recompute.argmin(axis=1)
     else:
-        (_, bounds), fewest = _flattest(work, work.least_memory), work.saved.argmin(axis=1)
+        (_, bounds), fewest = _flattest(work, work.least_excess), work.saved.argmin(axis=1)
     return None if bounds is None else (bounds, tuple(map(int, fewest)))
 
 
@@ -559,7 +593,7 @@ def _least_busy(work: _Work) -> tuple[int, ...] | None:
 def _flattest(work: _Work, size: Floats) -> tuple[float, tuple[int, ...] | None]:
     """The cut whose largest stage is least large, sizes by [stage, i, j], and how large that is; ``None``: no cut."""
     least = np.full((work.stages + 1, work.size + 1), math.inf)
-    least[-1, -1] = 0.0
+    least[-1, -1] = -math.inf
     following = np.zeros((work.stages, work.size + 1), dtype=np.int64)
     for stage in range(work.stages - 1, -1, -1):
         value = np.where(work.allowed[stage], np.maximum(size[stage], least[stage + 1]), math.inf)
@@ -590,24 +624,24 @@ def _improve(work: _Work, found: _Found) -> None:
     """Take a block from one stage and give another one, all between moving along, as long as that helps."""
     p = work.pipeline
     until, moved = found.spent + work.effort, found.cut is not None
+    stages = np.arange(work.stages)
     while moved and found.cut is not None:
         moved, (bounds, savings) = False, found.cut
         times, _, _ = work.totals(bounds, savings)
-        load = np.bincount(work.home, times.work_s, p.ranks)
-        busy = load[list(work.home)]
-        for giver, taker in sorted(
-            ((a, b) for a in range(work.stages) for b in range(work.stages) if a != b and busy[a] >= busy[b]),
-            key=lambda pair: float(busy[pair[1]] - busy[pair[0]]),
-        ):
+        busy = np.bincount(work.home, times.work_s, p.ranks)[list(work.home)]
+        gains = busy[:, None] - busy[None, :]
+        gains[stages, stages] = -math.inf
+        for pair in np.argsort(-gains, axis=None, kind="stable")[: int((gains >= 0).sum())].tolist():
+            giver, taker = divmod(pair, work.stages)
+            found.spent += MOVE
             if found.spent > until:
                 return
-            step = 1 if giver > taker else -1
-            first, last = min(giver, taker) + 1, max(giver, taker)
-            shifted = tuple(b + step * (first <= s <= last) for s, b in enumerate(bounds))
-            if all(work.allowed[s, i, j] for s, (i, j) in enumerate(pairwise(shifted))):
-                best = found.step_s
-                _offer_around(work, found, shifted, None)
-                if found.step_s < best:
+            shifted = np.array(bounds)
+            shifted[min(giver, taker) + 1 : max(giver, taker) + 1] += 1 if giver > taker else -1
+            if work.allowed[stages, shifted[:-1], shifted[1:]].all():
+                best = found.best_s
+                _offer_around(work, found, tuple(shifted.tolist()), None)
+                if found.best_s < best:
                     moved = True
                     break
 
@@ -648,9 +682,10 @@ def _fitting(work: _Work, bounds: tuple[int, ...]) -> list[int] | None:
         first = [work.fastest(s, i, j) for s, (i, j) in enumerate(pairwise(bounds))]
         return None if None in first else [point or 0 for point in first]
     held = np.add.reduceat(work.held, list(bounds[:-1]), axis=1)
-    for rank, (stages, moments, added) in enumerate(work.moments):
+    for rank, (stages, moments, added, working) in enumerate(work.moments):
         always, gradients = held[:, stages].sum(axis=1)
-        mine = work.shared(rank, moments, always + added * gradients, [fronts[stage] for stage in stages])
+        beside = always + added * gradients + working
+        mine = work.shared(rank, moments, beside, [fronts[stage] for stage in stages])
         if mine is None:
             return None
         for stage, point in zip(stages, mine, strict=True):
@@ -749,10 +784,11 @@ def _too_large(work: _Work, found: _Found) -> str:
     limit = in_bytes(work.limit or 0)
     p = work.pipeline
     if found.least_excess == math.inf:
-        least_memory = work.least_memory[:, np.arange(work.size), np.arange(1, work.size + 1)].min(axis=0)
-        worst = int(least_memory.argmax())
+        excess = work.least_excess[:, np.arange(work.size), np.arange(1, work.size + 1)].min(axis=0)
+        worst = int(excess.argmax())
+        needed = in_bytes(excess[worst] + (work.limit or 0))
         return (
-            f"{work.blocks[worst].name} alone needs {in_bytes(least_memory[worst])} as a stage of {p.schedule} with "
+            f"{work.blocks[worst].name} alone needs {needed} as a stage of {p.schedule} with "
             f"{p.micro_batches} micro-batches, or what is left cannot be shared out; the limit is {limit}. "
             "Take smaller micro-batches, shard more, or take a schedule with fewer in flight"
         )

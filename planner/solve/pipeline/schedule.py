@@ -51,10 +51,17 @@ class InFlight(NamedTuple):
     Attributes:
         counts: how many micro-batches each of its stages (in ascending order) holds.
         added: whether gradients are there, since a backward is over.
+        backward: the stage whose whole backward runs; -1: none does.
     """
 
     counts: tuple[int, ...]
     added: bool
+    backward: int = -1
+
+    def covers(self, other: InFlight) -> bool:
+        """Whether no less of anything is there than at another moment."""
+        runs = other.backward in (self.backward, -1)
+        return runs and self.added >= other.added and all(map(int.__ge__, self.counts, other.counts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -414,16 +421,20 @@ def _moments(row: tuple[Action, ...], *, added: bool) -> tuple[InFlight, ...]:
     """The fullest moments of a rank; ``added``: as if gradients were there from the start."""
     stages = sorted({action.stage for action in row})
     column = {stage: i for i, stage in enumerate(stages)}
-    now, met = [0] * len(stages), set[tuple[int, ...]]()
+    now, met = [0] * len(stages), set[InFlight]()
     for action in filter(is_left_over, row):
         now[column[action.stage]] += 1
     for action in row:
         at = column[action.stage]
         now[at] += action.kind == "F"
-        met.add((*now, added))
+        met.add(InFlight(tuple(now), added, action.stage if action.kind == "B" else -1))
         now[at] -= action.kind in "BW"
         added = added or action.kind in "BW"
-    return tuple(InFlight(each[:-1], bool(each[-1])) for each in _undominated(sorted(met, reverse=True)))
+    found: list[InFlight] = []
+    for each in sorted(met, reverse=True):
+        if not any(other.covers(each) for other in found):
+            found.append(each)
+    return tuple(found)
 
 
 def _undominated(counts: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:

@@ -136,6 +136,24 @@ def stage_times(chain: Chain, bounds: Sequence[int], savings: Sequence[int]) -> 
 
 def rank_bytes(pipeline: Pipeline, chain: Chain, bounds: Sequence[int], savings: Sequence[int]) -> tuple[int, ...]:
     """Bytes that each rank holds when it is fullest."""
+    return tuple(max(map(int, each)) for each in _moment_bytes(pipeline, chain, bounds, savings))
+
+
+def backward_bytes(pipeline: Pipeline, chain: Chain, bounds: Sequence[int], savings: Sequence[int]) -> list[int]:
+    """Bytes that the rank of each stage holds when it is fullest and runs the stage's whole backward."""
+    found = [0] * pipeline.stages
+    sizes = _moment_bytes(pipeline, chain, bounds, savings)
+    for (_, moments), each in zip(pipeline.moments, sizes, strict=True):
+        for moment, size in zip(moments, each, strict=True):
+            if moment.backward >= 0:
+                found[moment.backward] = max(found[moment.backward], int(size))
+    return found
+
+
+def _moment_bytes(
+    pipeline: Pipeline, chain: Chain, bounds: Sequence[int], savings: Sequence[int]
+) -> list[list[int | float]]:
+    """Bytes of every rank at each of its fullest moments."""
     blocks = blocks_of(chain)
     held = [sum(b.held_bytes for b in blocks[i:j]) for i, j in pairwise(bounds)]
     gradients = [sum(b.gradient_bytes for b in blocks[i:j]) for i, j in pairwise(bounds)]
@@ -143,15 +161,15 @@ def rank_bytes(pipeline: Pipeline, chain: Chain, bounds: Sequence[int], savings:
         sum(b.savings[which].saved_bytes for b, which in zip(blocks[i:j], savings[i:j], strict=True))
         for i, j in pairwise(bounds)
     ]
-    return tuple(
-        sum(held[s] for s in stages)
-        + max(
-            moment.added * sum(gradients[s] for s in stages)
+    return [
+        [
+            sum(held[s] for s in stages)
+            + moment.added * sum(gradients[s] for s in stages)
             + sum(n * saved[s] for n, s in zip(moment.counts, stages, strict=True))
             for moment in moments
-        )
+        ]
         for stages, moments in pipeline.moments
-    )
+    ]
 
 
 def evaluate(pipeline: Pipeline, chain: Chain, bounds: Sequence[int], savings: Sequence[int]) -> Cut:

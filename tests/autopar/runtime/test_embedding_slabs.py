@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from autopar.graph.slabs import SlabPart, Slabs
 from autopar.operators.embedding_slabs import checked_ids, embedding_slabs
 from planner.base.errors import InputError
 from tests.autopar.ops.test_rows_heavy import check_mechanical
@@ -65,3 +67,21 @@ def test_an_id_beyond_its_table_is_named(value: int) -> None:
     ids[2, 1] = value
     with pytest.raises(InputError, match=rf"sample 2 looks up id {value} in table 'item', which has 3 rows \(0 to 2\)"):
         checked_ids(ids, ["user", "item"], [9, 3], [1, 1])
+
+
+def test_a_table_is_made_once_for_all_of_its_columns() -> None:
+    """And dropped before the next: it may be as large as what a rank holds of all."""
+    held: list[weakref.ref[Tensor]] = []
+
+    def of_table(name: str) -> Any:
+        assert not any(each() is not None for each in held)
+        table = torch.arange(12.0).view(3, 4) + 100 * int(name)
+        held.append(weakref.ref(table))
+        return lambda rows: table[rows].clone()
+
+    parts = [SlabPart(str(table), slab, 3 * table, 3, 2 * slab) for slab in (0, 1) for table in (0, 1)]
+    slabs = Slabs("slabs", (2, 7, 2), torch.float32, tuple(parts))
+    rows = tuple(slice(0, size) for size in slabs.shape)
+    found = slabs.apart(slabs.local(rows, of_table))
+    assert len(held) == 2 and [*found] == ["0", "1"]
+    assert all(torch.equal(found[name], torch.arange(12.0).view(3, 4) + 100 * int(name)) for name in found)

@@ -400,6 +400,31 @@ def test_batch_norm_in_eval_and_without_buffers(training: bool) -> None:
     check_layer(aten.batch_norm.default, args, (2, 2), "nn")
 
 
+@pytest.mark.parametrize("op", [aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default])
+@pytest.mark.parametrize("sizes, factors", meshes("h", "d1"))
+@pytest.mark.parametrize("affine", [True, False])
+def test_norm_over_a_shared_hidden_dim(op: Any, sizes: Any, factors: Any, affine: bool) -> None:
+    x = 3 * randn(4, 8, 8) + 100 * randn(4, 8, 1)
+    weight, bias = (randn(8), randn(8)) if affine else (None, None)
+    check_layer(op, (x, [8], weight, *([bias] if "layer_norm" in str(op) else []), 1e-5), sizes, factors)
+
+
+@pytest.mark.parametrize("factors", [("h", "h1"), ("h1", "d0"), ("h", "h")])
+def test_norm_over_several_shared_dims(factors: Any) -> None:
+    check_layer(aten.layer_norm.default, (randn(4, 8, 6), [8, 6], randn(8, 6), randn(8, 6)), (2, 2), factors)
+    check_layer(aten.rms_norm.default, (randn(4, 8, 6), [8, 6]), (2, 2), factors)
+
+
+def test_norm_in_half_precision_rounds_as_its_operator_does() -> None:
+    x, weight = (randn(4, 8) + 3).bfloat16(), randn(8).bfloat16()
+    with simulated(1) as (mode, mesh):
+        local = [mode.rank_map(lambda _, t=t: t.clone()) for t in (x, weight)]
+        keyword = {"hidden_groups": (mesh.get_group(0),)}
+        for op in (aten.layer_norm.default, aten.rms_norm.default):
+            found = LOCAL_FORMS[str(op)].function(local[0], [8], local[1], **keyword)
+            torch.testing.assert_close(found._local_tensors[0], op(x, [8], weight), rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("sizes, factors", meshes("g", "n"))
 def test_grouped_convolution(sizes: Any, factors: Any) -> None:
     args = (randn(4, 8, 5, 5), randn(12, 2, 3, 3), randn(12), [1, 1], [1, 1], [1, 1], 4)

@@ -101,10 +101,14 @@ def test_checkpoints_are_of_tables_and_load_under_any_placement(pool: LocalProce
 
 
 @pytest.mark.processes
-def test_an_id_beyond_its_table_is_an_error(pool: LocalProcesses) -> None:
-    plan = dlrm.planned(CASES["table"]).to_dict()
-    with pytest.raises(RankError, match=r"looks up id 20 in table 'tables\.emb\.1\.weight', which has 20 rows"):
-        pool.run(dlrm.looks_up_what_is_not_there, plan, ranks=4)
+@pytest.mark.parametrize("case, message", [
+    ("table", r"looks up id 20 in table 'tables\.emb\.1\.weight', which has 20 rows"),
+    ("row", r"id 20 is beyond the 20 rows of table 'tables\.emb\.1' \(0 to 19\)"),
+    ("data", r"id 20 is beyond the 20 rows of table 'tables\.emb\.1' \(0 to 19\)"),
+])  # fmt: skip
+def test_an_id_beyond_its_table_is_an_error(pool: LocalProcesses, case: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        pool.run(dlrm.looks_up_what_is_not_there, dlrm.planned(CASES[case]).to_dict(), ranks=4)
 
 
 CRITEO = (

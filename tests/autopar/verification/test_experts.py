@@ -46,7 +46,7 @@ class Mixture(nn.Module):
     ):
         super().__init__()
         made = hidden if gate == "none" else 2 * hidden
-        self.k, self.gate, self.choose = k, gate, choose
+        self.k, self.gate, self.choose, self.balances = k, gate, choose, 0.1
         self.before, self.router = nn.Linear(width, width), nn.Linear(width, experts, bias=False)
         self.up = nn.Parameter(torch.randn(experts, made, width))
         self.down = nn.Parameter(torch.randn(experts, width, hidden))
@@ -72,10 +72,11 @@ class Mixture(nn.Module):
             self.down_bias,
             gate=self.gate,  # type: ignore[arg-type]
         )
+        loss = F.mse_loss(found + self.shared(x), y) + 0.01 * logits.logsumexp(-1).square().mean()
+        if not self.balances:
+            return loss
         chosen = F.one_hot(indices, scores.shape[-1]).to(scores.dtype).mean((0, 1))
-        balance = scores.shape[-1] * (chosen * scores.mean(0)).sum()
-        z = logits.logsumexp(-1).square().mean()
-        return F.mse_loss(found + self.shared(x), y) + 0.1 * balance + 0.01 * z
+        return loss + self.balances * scores.shape[-1] * (chosen * scores.mean(0)).sum()
 
 
 def decided(
@@ -312,9 +313,51 @@ def test_experts_are_gathered_where_there_are_many_tokens(free: bool, tokens: in
 
 
 def test_a_loss_that_balances_over_the_batch_has_no_micro_batches() -> None:
+    """The mean of the micro-batches' losses is another loss, and the sum of their gradients another gradient."""
+    model, batch = Mixture().double(), {name: torch.randn(64, WIDTH).double() for name in ("x", "y")}
+    with pytest.raises(PinError, match=r"mixes samples, .* balances experts is a product .* or pin 'micro_batches' 1"):
+        autopar.plan(model, ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2, "micro_batches": 2})
+
+    def gradient_of_balance(x: Tensor, y: Tensor) -> Tensor:
+        """For the router: of the loss with it, less that without."""
+        found = []
+        for model.balances in (1.0, 0.0):
+            found += torch.autograd.grad(model(x, y), [model.router.weight])
+        return found[0] - found[1]
+
+    whole = gradient_of_balance(**batch)
+    parts = map(gradient_of_balance, *(value.chunk(4) for value in batch.values()))
+    assert (torch.stack([*parts]).mean(0) - whole).norm() > 0.01 * whole.norm()
+
+
+def test_a_loss_that_keeps_what_a_router_makes_small_has_micro_batches() -> None:
+    """Without one that balances experts: it is a mean."""
+    model, batch = Mixture(), {name: torch.randn(16, WIDTH) for name in ("x", "y")}
+    model.balances = 0.0
+    pin = {"expert": 2, "pipeline": 1, "micro_batches": 2}
+    found = autopar.verify(model, ClusterSpec.local(2), example_kwargs=batch, pin=pin)
+    assert found.agreement is not None and found.agreement.agrees() and found.simulated.micro_batches == 2
+
+
+@pytest.mark.parametrize("name, pin, strategy", [
+    ("gpt-oss", {"expert": 2, "expert_tensor": 2}, "expert:t.dispatch expert_tensor:f"),
+    ("mixtral", {"tensor": 2, "expert": 2, "expert_tensor": 1}, "expert:t.dispatch tensor:e"),
+    ("qwen2-moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, "expert:t.dispatch tensor:f"),
+], ids=str)  # fmt: skip
+def test_pinned_ranks_share_each_expert_or_have_whole_ones(name: str, pin: dict[str, int], strategy: str) -> None:
+    model, batch = MODELS[name].build()
+    plan = autopar.plan(model, ClusterSpec.local(4), example_kwargs=batch, pin=pin)
+    assert {way for block in plan.blocks for name, way in block.ops.items() if name.endswith("experts")} == {strategy}
+    found = autopar.verify(model, plan, example_kwargs=batch)
+    assert found.agreement is not None and found.agreement.agrees() and plan.pin == pin
+
+
+def test_an_axis_of_experts_that_see_all_tokens_is_called_for_what_it_does_else() -> None:
+    """Experts have most of the work, and the batch is shared in all else."""
     batch = {name: torch.randn(16, WIDTH) for name in ("x", "y")}
-    with pytest.raises(PinError, match=r"mixes samples, .*\(a mean over the batch\).* or pin 'micro_batches' 1"):
-        autopar.plan(Mixture(), ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2, "micro_batches": 2})
+    pin = {"data": 2, "layers": {"": {"data": "e"}}}
+    told = " ".join(str(autopar.plan(Mixture(8, 7), ClusterSpec.local(2), example_kwargs=batch, pin=pin)).split())
+    assert "Shards experts over all 2 processes (expert parallel), copies the model over all 2 processes (data " in told
 
 
 @pytest.mark.parametrize("way", ["t.dispach", "e.dispatch", "e/2", "dispatch", "k", "t.dispatch/3"])
@@ -332,11 +375,15 @@ def test_dispatch_on_ranks_that_do_not_divide_tokens_or_experts(way: str, ranks:
         decided(Mixture(experts=4), way, (ranks,), 32)
 
 
-@pytest.mark.parametrize("model, message", [
-    ("mixtral", "pin 'expert' is 8 but the expert dim has length 4, which it does not divide"),
-    ("llama", "pin 'expert' shards experts, and the model has none that are known as such: write them with autopar"),
+@pytest.mark.parametrize("model, pin, message", [
+    ("mixtral", {"expert": 8}, "pin 'expert' is 8 but the expert dim has length 4, which it does not divide"),
+    ("llama", {"expert": 8}, "pin 'expert' shards experts, and the model has none that are known as such: write them"),
+    ("llama", {"tensor": 8, "expert_tensor": 8}, "pin 'expert_tensor' shards each expert, and the model has none that"),
+    ("mixtral", {"tensor": 2, "expert": 4, "expert_tensor": 1},
+     "'expert_tensor' is 1 beside pin 'tensor' 2 and pin 'expert' 4, so that 8 ranks .* the expert dim has length 4"),
+    ("mixtral", {"tensor": 8, "expert_tensor": 2}, "is 2 beside pin 'tensor' 8, .* all together .8., or have whole"),
 ])  # fmt: skip
-def test_experts_that_do_not_divide_or_are_not_there(model: str, message: str) -> None:
+def test_experts_that_do_not_divide_or_are_not_there(model: str, pin: dict[str, int], message: str) -> None:
     module, batch = MODELS[model].build()
     with pytest.raises(PinError, match=message):
-        autopar.plan(module, ClusterSpec.local(8), example_kwargs=batch, pin={"expert": 8})
+        autopar.plan(module, ClusterSpec.local(8), example_kwargs=batch, pin=pin)

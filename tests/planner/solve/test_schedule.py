@@ -107,9 +107,9 @@ def test_micro_batches_held(name: str, expected: tuple[int, ...]) -> None:
 
 def test_gradients_are_there_when_the_first_backward_is_over() -> None:
     """With gpipe, after the moment at which most is in flight; otherwise as much is in flight again."""
-    assert schedule("gpipe", 2, 4).moments == 2 * ((((4,), False), ((3,), True)),)
-    assert schedule("gpipe", 2, 1).moments == 2 * ((((1,), True),),)
-    assert schedule("1f1b", 2, 4).moments == ((((2,), True),), (((1,), True),))
+    assert schedule("gpipe", 2, 4).moments == tuple((((4,), False, rank), ((3,), True, rank)) for rank in range(2))
+    assert schedule("gpipe", 2, 1).moments == tuple((((1,), True, rank),) for rank in range(2))
+    assert schedule("1f1b", 2, 4).moments == ((((2,), True, 0),), (((1,), True, 1),))
     assert all(moment.added for row in schedule("zbv", 4, 8, 2).moments for moment in row)
 
 
