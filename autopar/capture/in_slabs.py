@@ -1,7 +1,8 @@
-"""Puts the tables of a captured model into slabs, as a plan says: one look-up in the place of theirs.
+"""Rewrites a captured model so that one large parameter, and one look-up in it, stand for many embedding tables.
 
-The ids of all tables are put side by side, looked up slab by slab, and the bags given to those that read them. Which
-slab is on which rank is not decided here: the slab is a dim, which a plan shards.
+A plan says which tables lie one below the other in which slab. The ids of all tables are put side by side, looked up
+slab by slab, and the bags given to those that read them. Which slab is on which rank is not decided here: the slab is a
+dim, which a plan shards.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.base.formatting import in_seconds
 from planner.base.globs import is_of
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.filters import pinned_operators
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.plan.plan import Plan
@@ -45,11 +46,12 @@ def with_tables(
     Raises:
         PinError: pins are of tables that the model does not have, or that have not the dimensions that are pinned.
         InfeasibleError: neither fits.
+        ClusterError: tables are pinned to slabs, and the cluster is none that the model can be planned on.
     """
     is_pinned = bool(pins.tables) or pins.sizes.get("table", 1) > 1
-    found = [each for each in lookups(traced.graph) if not _is_pinned_alone(each.table.name, pins)]
+    found = left_open(traced, pins)
     is_tried = is_pinned or _are_most(found, traced)
-    tables = _placed(found, traced, cluster, pins, training, PLACING * time_limit_s) if is_tried else None
+    tables = _placed(found, traced, cluster, pins, training, PLACING * time_limit_s, progress) if is_tried else None
     if is_tried and tables is None:
         say(progress, "no slabs for embedding tables: they do not fit beside the rest of the model, held whole")
     if tables is None or not tables.in_slabs:
@@ -97,6 +99,7 @@ def _placed(
     pins: Pins,
     training: Training,
     time_limit_s: float,
+    progress: Progress | None,
 ) -> TablesPlan | None:
     """The placement; ``None`` where nobody pinned one and tables do not fit beside the rest of the model, held whole by
     every rank. Tables that other pins decide are left out.
@@ -116,6 +119,7 @@ def _placed(
     kept = sum(t.numel * (2 * t.item_bytes + training.optimizer_bytes_per_element) for t in others)
     state = training.optimizer_bytes_per_element // found[0].table.item_bytes
     pinned, usable = dict(pins.tables), cluster.device.usable_bytes
+    say(progress, f"placing {len(names)} embedding tables")
     if pins.sizes.get("table", 1) > 1:
         pinned.setdefault("*", (*SLABS,))
     with contextlib.suppress(InfeasibleError):
@@ -124,7 +128,12 @@ def _placed(
     return plan_tables(found, cluster, state, usable, pinned, time_limit_s) if pinned else None
 
 
-def _is_pinned_alone(name: str, pins: Pins) -> bool:
-    """Whether a pin says how the look-ups of one table run, or how it is stored."""
-    stored = pins.zero if isinstance(pins.zero, Mapping) else {}
-    return any(glob != "*" and is_of(glob, name) for glob in (*pins.layers, *stored))
+def left_open(traced: Traced, pins: Pins) -> list[TableLookup]:
+    """The look-ups that no pin decides: neither how they run, nor how one of these tables is stored."""
+    stored = [glob for glob in pins.zero if glob != "*"] if isinstance(pins.zero, Mapping) else []
+    decided = {node.name for glob in pins.layers for node in pinned_operators(traced.graph, glob)}
+    return [
+        each
+        for each in lookups(traced.graph)
+        if each.node not in decided and not any(is_of(glob, each.table.name) for glob in stored)
+    ]

@@ -1,7 +1,7 @@
-"""Slabs: embedding tables, and columns of tables, one below the other, in a slab for each rank or node.
+"""Says which rows of one large parameter are which embedding table, where a plan puts several tables together.
 
-They are one parameter, ``[slab, row, feature]``, in the place of the tables' own. What is known of it here is where
-each table lies in it, so that states of tables become states of slabs, and back.
+A slab is what one rank, or node, holds of them: tables, and columns of tables, one below the other. All slabs are one
+parameter, ``[slab, row, feature]``, in the place of the tables' own; states of tables become states of slabs, and back.
 """
 
 from __future__ import annotations

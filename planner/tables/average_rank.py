@@ -59,7 +59,8 @@ def _average_s(
     if over <= 0:
         return bound_s, chosen
     low, high = 0.0, bound_s / memory_bytes
-    while over > 0 and high < 2**60 * bound_s / memory_bytes:
+    most = 2**60 * high
+    while over > 0 and high < most:
         low, high = high, 2 * high
         found_s, over, chosen = priced(high)
         bound_s = max(bound_s, found_s)

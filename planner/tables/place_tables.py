@@ -51,6 +51,8 @@ def place_tables(
         InfeasibleError: they do not fit; says how many bytes they take, and what there is.
     """
     tables, kinds = _checked(tables, cluster, batch, optimizer_state, kinds)
+    if memory_bytes is not None:
+        check_whole("memory_bytes", memory_bytes, 1)
     if twice := [name for name, count in Counter(table.name for table in tables).items() if count > 1]:
         raise InputError(f"two embedding tables are called {twice[0]!r}: give each a name of its own")
     limit = cluster.device.usable_bytes if memory_bytes is None else memory_bytes

@@ -1,6 +1,7 @@
-"""Places the tables of a model: which lie in slabs, and what every dimension would take.
+"""Decides which rank holds which embedding table of a model, whole or cut, and which tables are left to the search.
 
-Slabs are one tensor, ``[slab, row, feature]``, so that all are as wide and as long as the largest. Tables of as many
+What a rank, or a node, holds of tables lies in its slab, one below the other. Slabs are one tensor, ``[slab, row,
+feature]``, so that all are as wide and as long as the largest. Tables of as many
 features are therefore placed by themselves, once with every width that their columns may have, and the placement with
 the fastest slowest rank is taken. In each every table may be left out of slabs, too, and is then decided as any other
 operator is, in which to shard it by rows, by columns over all ranks or not at all are ways.
@@ -124,6 +125,12 @@ def plan_tables(
     for alike in by_width.values():
         step = TableStep(alike[0].batch, state)
         every = {each.table.name: _runnable(each.table, cluster, step) for each in alike}
+        if memory_bytes <= 0:
+            raise InfeasibleError(
+                f"no memory is left for the {len(alike)} embedding tables of {alike[0].table.features} features: those "
+                "of other widths, and what every rank holds whole, take all that a device can use; give more devices, "
+                "or keep tables on the host"
+            )
         placement = _place(every, cluster, memory_bytes, pinned, time_limit_s / len(by_width))
         memory_bytes -= max(placement.bytes)
         statuses.append(placement.status)

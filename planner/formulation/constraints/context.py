@@ -131,4 +131,9 @@ def _ways_of_queries(
             f"{refused} has {length} queries, of which {ranks} ranks do not have {parts} equal parts each: pad the "
             f"sequence to {-(-length // multiple) * multiple}, or pin {sharded.instead}"
         )
+    if RING in sharded.ways and (keys := rule.sizes.get("key", 1)) % ranks:
+        raise PinError(
+            f"{refused} has {keys} keys, which {ranks} ranks do not divide: pad what it attends to to "
+            f"{-(-keys // ranks) * ranks}, or pin {sharded.instead}"
+        )
     return [*sharded.ways]

@@ -64,10 +64,10 @@ def filters(
         shards = shards - {WEIGHTS} | {"context"} | ({"stream"} if pins.sequence_parallel is False else set())
     dims = {label: labels(label) for label in shards}
     if pins.sizes:
-        _check_recipe(pins, graph, mesh, rules)
+        _check_recipe(pins, graph, mesh, rules, dims)
         _check_weights(pins, mesh, rules, weighted)
     _check_layers(pins, graph, rules, mesh)
-    pinned = {glob: {node.name for node in _pinned(graph, glob)} for glob in pins.layers}
+    pinned = {glob: {node.name for node in pinned_operators(graph, glob)} for glob in pins.layers}
     check_zero(pins.zero, graph)
     attend = ways_to_attend(pins.context_kind, graph, rules, mesh)
 
@@ -120,8 +120,8 @@ def filters(
         streams = dims["stream"].parts(node, rules[node.name]) if "stream" in dims and not holds else ()
         if labelled(node, strategy, dims["batch"]) or any(strategy.factor == factor for factor, _ in streams):
             return False
-        if labelled(node, strategy, dims["context"]):
-            return pins.sequence_parallel is not False and not holds
+        if labelled(node, strategy, dims["context"]):  # how attention goes along the sequence the context axis says
+            return pins.sequence_parallel is not False and not holds and node.name not in attend
         if pins.sequence_parallel and normalizes(node) and has(node, dims["context"], size):
             return False
         return not holds or strategy.factor in weighted[node.name]
@@ -162,7 +162,7 @@ def _micro_batched(call: Inner) -> bool:
     return call.kind == "all_reduce" and not call.factors and call.count == 1
 
 
-def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, rules: Mapping[str, Rule]) -> None:
+def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, rules: Mapping[str, Rule], dims: Mapping[str, Labels]) -> None:
     """Refuse sizes that the dims that they share do not divide."""
     parts = ranks_sharing(mesh, "batch")
     inputs = {leaf.target: leaf.results[0].shape for leaf in graph.leaves if leaf.op == "input"}
@@ -195,6 +195,12 @@ def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, rules: Mapping[str, Rule
         label = LABELS[which]
         starts = ((node, row.labels.get(which)) for node in graph.operators if (row := OPS.get(node.op)) is not None)
         lengths = {rules[node.name].sizes.get(factor, 1) for node, factor in starts if factor is not None}
+        lengths = lengths or {
+            graph.type_of(ref).shape[dim]
+            for ref, places in dims[which].places.items()
+            for dim, cut in places
+            if cut == 1
+        }
         if not lengths:
             raise PinError(f"{pinned} {label.missing}")
         if all(length % ranks for length in lengths):
@@ -205,7 +211,7 @@ def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, rules: Mapping[str, Rule
             )
 
 
-def _pinned(graph: Graph, glob: str) -> list[Node]:
+def pinned_operators(graph: Graph, glob: str) -> list[Node]:
     """The operators that a pin by module is about: matrix products, or, where there are none, look-ups in tables."""
     nodes = [node for node in graph.nodes if not node.is_leaf and fnmatch.fnmatchcase(node.path, glob)]
     rows = [(node, row) for node in nodes if (row := OPS.get(node.op)) is not None]
@@ -223,7 +229,7 @@ def _check_layers(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mes
             names = near or paths[:3]
             hint = f"; {'close' if near else 'there'} are: {', '.join(map(repr, names))}" if names else ""
             raise PinError(f"pin 'layers': no module matches {glob!r}{hint}")
-        products = _pinned(graph, glob)
+        products = pinned_operators(graph, glob)
         if not products:
             raise PinError(
                 f"pin 'layers': {glob!r} holds no matrix product and no look-up, and only these can be pinned"

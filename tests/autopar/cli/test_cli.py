@@ -98,6 +98,9 @@ def test_plans_a_function(tmp_path: Path) -> None:
 def test_step_time_against_memory_is_traced_and_every_point_is_a_plan(tmp_path: Path) -> None:
     folder, html = tmp_path / "plans", tmp_path / "plan.html"
     words = ("plan", f"{HERE}:small", "-c", "local:2", "--pin", "pipeline=1,micro_batches=1", "--html", html)
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"plan_{number}.json").write_text("of an earlier, longer curve")
     result = invoke(*words, "--pareto", folder)
     assert result.exit_code == 0, result.output
     plans = [Plan.load(path) for path in sorted(folder.iterdir())]

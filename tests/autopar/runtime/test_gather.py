@@ -6,6 +6,7 @@ And when: what the next block needs is on its way before this one's gradients ar
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -209,10 +210,9 @@ def test_gathers_are_a_block_ahead_and_gradients_are_reduced_beside_the_next_blo
         assert sum(call.startswith("gather") for call in calls) == LAYERS
 
 
-@pytest.mark.parametrize(
-    "pin", [{}, {"pipeline": 2}, {"pipeline": 2, "schedule": "zero_bubble", "virtual_stages": 1}], ids=str
-)
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute, pin", [
+    ("full", {}), ("none", {"pipeline": 2}), ("full", {"pipeline": 2, "schedule": "zero_bubble", "virtual_stages": 1}),
+], ids=str)  # fmt: skip
 def test_micro_batched_gathers_are_a_block_ahead_within_an_action(
     calls: Calls, recompute: str, pin: Mapping[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,20 +371,17 @@ def test_a_forward_that_failed_holds_no_gathered_memory(
 MICRO_BATCHED: Mapping[str, object] = {"micro_batches": 2, "recompute": "full"}
 
 
-@pytest.mark.parametrize(
-    "pin",
-    [
-        {},
-        {"recompute": "full"},
-        {"replicate": 2},
-        MICRO_BATCHED,
-        {**MICRO_BATCHED, "pipeline": 2, "schedule": "zero_bubble"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "form", [{"frozen": 2}, {"frozen": LAYERS - 1}, {"shifted": 3, "layers": 6}, {"beside": 2}], ids=str
-)
+@pytest.mark.parametrize("form, pin", [
+    *itertools.product(
+        ({"frozen": 2}, {"frozen": LAYERS - 1}, {"shifted": 3, "layers": 6}, {"beside": 2}),
+        ({}, {"recompute": "full"}),
+    ),
+    ({"frozen": 2}, {**MICRO_BATCHED, "pipeline": 2, "schedule": "zero_bubble"}),
+    ({"frozen": LAYERS - 1}, MICRO_BATCHED),
+    ({"shifted": 3, "layers": 6}, MICRO_BATCHED),
+    ({"beside": 2}, {**MICRO_BATCHED, "pipeline": 2, "schedule": "zero_bubble"}),
+    ({"beside": 2}, {"replicate": 2}),
+], ids=str)  # fmt: skip
 def test_nothing_is_gathered_for_a_block_that_backward_does_not_reach(
     form: Mapping[str, int], pin: Mapping[str, object]
 ) -> None:

@@ -137,18 +137,12 @@ def test_live_bytes_by_hand() -> None:
         assert live.peak == pytest.approx(14e6, abs=100)
 
 
-NARROW = [
-    (name, dtype, pin)
-    for (number, pin), (which, name) in itertools.product(
-        enumerate(workers.LOW_PRECISION_PINS), enumerate(["llama", "gpt2"])
-    )
-    for dtype in [(torch.bfloat16, torch.float16)[(number + which) % 2]]
-]
-"""Each pair of a model, a dtype and a pin at least once, in half of all combinations."""
-
-
-@pytest.mark.parametrize("name, dtype, pin", NARROW, ids=str)
+@pytest.mark.parametrize("name, dtype, pin", [
+    ("llama", torch.bfloat16, {"tensor": 2, "sequence_parallel": True}),
+    ("gpt2", torch.float16, {"data": 2, "zero": 3}),
+], ids=str)  # fmt: skip
 def test_narrow_models_train_on_simulated_ranks(name: str, dtype: torch.dtype, pin: dict[str, Any]) -> None:
+    """As on processes, where there are more of them; here types are checked, too."""
     model, batch = workers.model_of(name, dtype=dtype), workers.batch_of(name)
     plan = Plan.from_dict(workers.plan_of(name, pin, workers.ranks_of(pin), dtype=dtype))
     traced = trace(model, None, batch, workers.loss_fn)

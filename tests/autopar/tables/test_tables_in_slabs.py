@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import autopar
+from autopar.driver.tables import left_open
+from autopar.driver.trace import trace
 from autopar.measure.local_processes import LocalProcesses, RankError
 from planner.base.errors import PinError, PlanError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
 from planner.plan.plan import Plan
 from tests.autopar.tables import dlrm
 
@@ -86,6 +89,13 @@ def test_tables_that_other_pins_decide_are_left_out_of_slabs() -> None:
     plan = dlrm.planned(pin)
     assert plan.tables is not None and "tables.emb.0.weight" not in plan.tables.tables
     assert len(plan.tables.in_slabs) == len(dlrm.SIZES) - 1
+
+
+def test_globs_of_layers_decide_the_tables_whose_look_ups_they_pin() -> None:
+    traced = trace(dlrm.model(), None, dlrm.batch())
+    for glob, count in (("tables.emb.0", 1), ("tables*", len(dlrm.SIZES)), ("tables", 0), ("**", 0)):
+        pins = Pins.parse({"tensor": 2, "layers": {glob: {"tensor": "v"}}})
+        assert len(left_open(traced, pins)) == len(dlrm.SIZES) - count, glob
 
 
 @pytest.mark.processes

@@ -265,9 +265,9 @@ def test_the_busiest_rank_decides(wanted: str, times: float) -> None:
 
 
 def test_a_block_that_recomputes_makes_the_rows_of_its_experts_anew() -> None:
-    model, batch = MODELS["qwen3-moe"].build()
+    (model, batch), pin = MODELS["qwen3-moe"].build(), {"tensor": 2, "pipeline": 1, "micro_batches": 1}
     plans = [
-        autopar.plan(model, ClusterSpec.local(2), example_kwargs=batch, pin={"tensor": 2, "recompute": level})
+        autopar.plan(model, ClusterSpec.local(2), example_kwargs=batch, pin={**pin, "recompute": level})
         for level in ("none", "full")
     ]
     found = autopar.verify(model, plans[1], example_kwargs=batch)

@@ -339,13 +339,12 @@ def pinned(stages: int, micro_batches: int, schedule: str = "", **others: Any) -
 
 
 CASES: list[tuple[str, Pin]] = [
-    ("t5", {"micro_batches": 7, "pipeline": 2, "data": 2, "zero": 3, "schedule": "zero_bubble"}),
     ("gpt2", pinned(2, 4, "1f1b")),
     ("llama", pinned(2, 4, "interleaved_1f1b")),
     ("gpt-oss", pinned(2, 2, "zero_bubble", expert=2)),
     ("bert", pinned(4, 2, "1f1b")),
     ("t5", pinned(4, 4, "1f1b")),
-    ("t5", pinned(2, 2, "zero_bubble")),
+    ("t5", pinned(2, 2, "zero_bubble", data=2, zero=3)),
     ("vit", pinned(2, 2, "1f1b", recompute="full")),
     ("unet", pinned(2, 4, "1f1b")),
     ("unet", pinned(4, 7, "zbv")),
@@ -361,7 +360,7 @@ CASES: list[tuple[str, Pin]] = [
     ("all kinds", pinned(4, 4, "gpipe")),
     ("all kinds", pinned(1, 2, tensor=2)),
     ("written out", pinned(2, 2, "1f1b", data=2)),
-    ("regularised", pinned(2, 2, "1f1b")),
+    ("regularised", pinned(2, 7, "zero_bubble")),
     ("two", pinned(2, 2, "interleaved_1f1b", recompute={"keep": ["*.qkv", "*.norm"]})),
     ("outputs", pinned(4, 4, "1f1b")),
     ("apart", pinned(2, 2, "1f1b", context=2)),

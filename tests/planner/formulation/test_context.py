@@ -12,28 +12,33 @@ from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import Attention
 from planner.cost.model import CostModel
 from planner.formulation.choices import choices_of
-from planner.formulation.strategies import axis_ways, rule_of
-from planner.ir.graph import Graph
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.strategies import axis_ways, rule_of, rules_of
+from planner.ir.graph import Graph, Ref
 from planner.ir.layout import Axis, Mesh
 from planner.ops.attention_pieces import QueryShards
+from planner.ops.sharding_rule import shard_factor
 from planner.plan.plan import Plan
-from tests.planner.plans import Build, cluster, plan_of, unwrapped
+from tests.planner.plans import Build, cluster, filtered, plan_of, unwrapped
 
 BATCH, LENGTH, HEADS, KV, SIZE, ITEM = 2, 64, 8, 4, 16, 4
 
 
 def layer(heads: int = HEADS, kv: int = KV, **given: Any) -> Graph:
-    """Grouped attention of three projections of one input; ``given``: ``length``, or arguments of the operator."""
+    """Grouped attention of three projections; ``given``: ``length``, ``keys`` (so many of another input), or
+    arguments of the operator.
+    """
     b, length = Build(), given.pop("length", LENGTH)
-    x = b.leaf("x", BATCH, length, heads * SIZE)
+    x, keys = b.leaf("x", BATCH, length, heads * SIZE), given.pop("keys", length)
+    y = x if keys == length else b.leaf("y", BATCH, keys, heads * SIZE)
 
-    def projected(name: str, count: int) -> Any:
-        made = b.linear(name, x, count * SIZE, name)
+    def projected(name: str, count: int, of: Ref, length: int) -> Any:
+        made = b.linear(name, of, count * SIZE, name)
         shape = BATCH, length, count, SIZE
         split = b.call(f"{name}_heads", "view.default", *shape, self=made, size=shape)
         return b.call(f"{name}_first", "transpose.int", BATCH, count, length, SIZE, self=split, dim0=1, dim1=2)
 
-    q, k, v = projected("q", heads), projected("k", kv), projected("v", kv)
+    q, k, v = projected("q", heads, x, length), projected("k", kv, y, keys), projected("v", kv, y, keys)
     mask = b.leaf("bias", 1, heads, length, length, op="param", target="bias") if given.pop("biased", False) else None
     args = {"attn_mask": mask, "dropout_p": 0.0, "is_causal": mask is None, "scale": None, "enable_gqa": True, **given}
     out = b.call(
@@ -123,6 +128,19 @@ def test_keys_go_around_one_axis_at_most() -> None:
     assert {sum(each) for each in rings} == {0, 1} and [True, True] in shared
 
 
+def test_on_a_tensor_axis_attention_does_not_go_along_the_sequence_beside_a_context_axis() -> None:
+    """How it does is pinned of the context axis alone."""
+    graph, mesh, pin = layer(), Mesh.of(context=2, tensor=2), {"context": 2, "tensor": 2, "context_kind": "gather"}
+    rules = rules_of(graph)
+    allow, _ = filtered(Pins.parse(pin), graph, rules, mesh)
+    assert allow is not None
+    node, rule = graph.by_name["a"], rules["a"]
+    factors = [factor for factor in rule.sizes if factor not in rule.whole]
+    every = [shard_factor(rule, factor, 1, way) for factor in factors for way in rule.ways_of(factor)]
+    kept = [{str(each) for each in every if allow(node, axis, each)} for axis in range(2)]
+    assert kept == [{"query"}, {"kv", "group"}]
+
+
 # ---- what it takes ---------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +210,7 @@ def test_what_goes_around_is_hidden_where_links_and_cores_are_apart() -> None:
     ("zigzag", {"is_causal": False}, "'zigzag', but attention 'attn' is not causal.*: pin 'ring' or 'gather'"),
     ("zigzag_gather", {"dropout_p": 0.1}, "'zigzag_gather', but attention 'attn' drops weights .*: pin 'gather'"),
     ("zigzag", {"length": 60}, "has 60 queries, of which 4 ranks .* pad the sequence to 64, or pin 'ring' or 'gather'"),
+    ("ring", {"keys": 62, "is_causal": False}, "has 62 keys, which 4 ranks .*: pad .* to 64, or pin 'gather'"),
     ("hybrid", {"heads": 3, "kv": 3}, "'hybrid', but of the 4 ranks of pin 'context' no part .* the 3 heads of attent"),
     ("ulysses", {"heads": 6, "kv": 3}, "'attn' has 6 heads, in groups that share 3 heads of keys and values, which 4"),
 ])  # fmt: skip

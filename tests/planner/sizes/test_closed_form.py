@@ -326,6 +326,11 @@ def test_another_batch_costs_what_the_same_recipe_costs_there(pin):
         assert there.step_time_s >= large.predicted.step_time_s * (1 - 1e-9)
 
 
+def at(formula: Any, sizes: dict[Any, int]) -> Any:
+    """What a formula comes to. All sizes at once: one after the other, sympy compares what is left in symbols."""
+    return sympy.sympify(formula).xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+
+
 @pytest.mark.parametrize("pin", PINS, ids=str)
 @pytest.mark.parametrize("batch", [64, 512, 1024, 100_000])
 def test_formulas_are_what_is_predicted(pin, batch):
@@ -333,13 +338,13 @@ def test_formulas_are_what_is_predicted(pin, batch):
     found, there = plan.formulas, plan.at(batch=batch)
     sizes = {found.batch: batch}
     assert found.planned == {found.batch: 512}
-    assert found.peak_bytes.subs(sizes) == there.peak_bytes
-    assert float(found.step_time_s.subs(sizes)) == pytest.approx(there.step_time_s, rel=1e-9)
+    assert at(found.peak_bytes, sizes) == there.peak_bytes
+    assert float(at(found.step_time_s, sizes)) == pytest.approx(there.step_time_s, rel=1e-9)
     for use, seconds in there.time_s.items():
-        assert float(getattr(found, f"{use}_s").subs(sizes)) == pytest.approx(seconds, rel=1e-9, abs=1e-15)
+        assert float(at(getattr(found, f"{use}_s"), sizes)) == pytest.approx(seconds, rel=1e-9, abs=1e-15)
     calls = Counter[object]()  # calls that grow differently may have one size here
     for kind, axis, phase, size, times in found.collectives:
-        calls[kind, axis, phase, size.subs(sizes)] += times
+        calls[kind, axis, phase, at(size, sizes)] += times
     assert calls == {(c.kind, c.axis, c.phase, c.bytes_in): times for c, times in there.collectives}
 
 
@@ -360,11 +365,11 @@ def test_formulas_of_a_step_micro_batched(pin):
         sizes, there = {found.batch: batch, **as_planned}, plan.at(batch=batch)
         agree(found, sizes, there, plan.predicted)
         # The path that is longest as planned is never longer than the longest.
-        step_s = float(found.step_time_s.subs(sizes))
+        step_s = float(at(found.step_time_s, sizes))
         assert step_s <= there.step_time_s * (1 + 1e-9)
         assert step_s >= there.step_time_s * (1 - (1e-9 if batch == 512 else 0.01))
     as_planned[found.batch] = 512
-    assert (found.bubble_s.subs(as_planned) > 0) == ("pipeline" in plan.sizes)
+    assert (at(found.bubble_s, as_planned) > 0) == ("pipeline" in plan.sizes)
 
 
 IN_EACH: list[dict[str, Any]] = [
@@ -408,30 +413,30 @@ def test_formulas_in_micro_batches(pin):
         sizes = {found.batch: size * count, found.micro_batches: count}
         there = plan.at(batch=size * count, micro_batches=count)
         agree(found, sizes, there, plan.predicted)
-        assert float(found.step_time_s.subs(sizes)) == pytest.approx(there.step_time_s, rel=1e-9)
-        assert float(found.bubble_s.subs(sizes)) == pytest.approx(there.time_s["bubble"], rel=1e-9, abs=1e-12)
+        assert float(at(found.step_time_s, sizes)) == pytest.approx(there.step_time_s, rel=1e-9)
+        assert float(at(found.bubble_s, sizes)) == pytest.approx(there.time_s["bubble"], rel=1e-9, abs=1e-12)
     fewer = next(count for count in (4, 8) if count in found.valid_micro_batches)
     for count in (fewer, 32):  # of another size: bytes as there, seconds no more than there
         sizes, there = {found.batch: 512, found.micro_batches: count}, plan.at(micro_batches=count)
         agree(found, sizes, there, plan.predicted)
-        step_s = float(found.step_time_s.subs(sizes))
+        step_s = float(at(found.step_time_s, sizes))
         assert there.step_time_s * 0.99 <= step_s <= there.step_time_s * (1 + 1e-9)
 
 
 def agree(found: Formulas, sizes: dict[Any, int], there: Prediction, planned: Prediction) -> None:
     """Bytes, by use where what was planned as the peak still is, calls, and seconds by use."""
-    assert found.peak_bytes.subs(sizes) == there.peak_bytes
+    assert at(found.peak_bytes, sizes) == there.peak_bytes
     both = (planned.fullest_at, there.fullest_at)
     if len({(at.partition(", with")[0], at.partition(" rank ")[2]) for at in both}) == 1:
         for use in ("parameters", "gradients", "optimizer", "gathered"):
             assert getattr(found, f"{use}_bytes") == there.memory_bytes[use]
-        assert found.saved_bytes.subs(sizes) == there.memory_bytes["activations"]
+        assert at(found.saved_bytes, sizes) == there.memory_bytes["activations"]
     for use in ("compute", "recompute", "communication", "gradients", "optimizer"):
-        seconds = float(getattr(found, f"{use}_s").subs(sizes))
+        seconds = float(at(getattr(found, f"{use}_s"), sizes))
         assert seconds == pytest.approx(there.time_s[use], rel=1e-9, abs=1e-15)
     calls = Counter[object]()
     for kind, axis, phase, size, times in found.collectives:
-        calls[kind, axis, phase, sympy.sympify(size).subs(sizes)] += sympy.sympify(times).subs(sizes)
+        calls[kind, axis, phase, at(size, sizes)] += at(times, sizes)
     assert calls == {(c.kind, c.axis, c.phase, c.bytes_in): times for c, times in there.collectives}
 
 

@@ -16,9 +16,11 @@ from planner.cost.cluster import ClusterSpec
 from planner.tables.average_rank import average_rank
 from planner.tables.embedding_table import EmbeddingTable
 from planner.tables.largest_first import exchange, largest_first
+from planner.tables.lookups import TableLookup
 from planner.tables.place_tables import place, place_tables
 from planner.tables.placement import Options, slowest_s
 from planner.tables.sharding_options import KINDS, ShardingOption, TableStep, sharding_options
+from planner.tables.tables_plan import plan_tables
 
 CLUSTER = ClusterSpec.preset("dgx-h100", nodes=2)
 BATCH = 4096
@@ -222,6 +224,7 @@ def test_what_cannot_be_placed_is_named() -> None:
     ({"batch": 1.5}, "batch is 1.5; give a whole number from 1"),
     ({"batch": 0}, "batch is 0; give a whole number from 1"),
     ({"optimizer_state": -1}, "optimizer_state is -1; give a whole number from 0"),
+    ({"memory_bytes": 0}, "memory_bytes is 0; give a whole number from 1"),
     ({"kinds": "rows"}, "kinds has no 'rows'; there are: table, column, row"),
     ({"kinds": []}, "kinds is empty; there are: table"),
 ], ids=str)  # fmt: skip
@@ -229,6 +232,17 @@ def test_arguments_of_no_use_are_named(arguments: dict[str, object], message: st
     given = {"tables": random_tables(0, 2), "cluster": CLUSTER, "batch": BATCH, **arguments}
     with pytest.raises(InputError, match=message):
         place_tables(**given)  # type: ignore[arg-type]
+
+
+def test_what_one_width_leaves_no_room_for_is_said() -> None:
+    """Tables of each width are placed by themselves, so that the first may take all that there is."""
+    step = TableStep(BATCH)
+    found = [TableLookup(EmbeddingTable(f"t{width}", 1000, width), f"look_{width}", BATCH, False) for width in (8, 16)]
+    (first,) = (option.bytes for option in sharding_options(found[0].table, ClusterSpec.local(1), step))
+    with pytest.raises(InfeasibleError, match="no memory is left for the 1 embedding tables of 16 features: those of"):
+        plan_tables(found, ClusterSpec.local(1), 2, first, {}, 1.0)
+    with pytest.raises(InfeasibleError, match="no placement of 1 tables fits 1 devices of 1000 B"):
+        plan_tables(found, ClusterSpec.local(1), 2, 1000, {}, 1.0)
 
 
 def test_of_equally_fast_placements_the_fullest_rank_is_emptiest() -> None:
