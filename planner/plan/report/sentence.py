@@ -48,6 +48,9 @@ ATTENDS = {
     HEADS: "Ulysses",
 }
 
+SEQUENCE = ("sequence", *(way.partition(".")[2] for way in (RING, ZIGZAG, ZIGZAG_RING)))
+"""The words for what shares a sequence."""
+
 
 def sentence(document: Document) -> str:
     """``"Shards parameters over the 8 GPUs of a node (FSDP), copies over 4 nodes; 1.84 s a step, ..."``"""
@@ -132,7 +135,8 @@ def _kind(axis: Axis, work: Mapping[str, int]) -> str:
     if not work:
         name = axis.name.partition("_")[0]
         return {"replicate": "data"}.get(name, name)
-    shares = {"data": work.get("batch", 0) + work.get(DISPATCHED, 0), "context": work.get("sequence", 0)}
+    shares = {"data": work.get("batch", 0) + work.get(DISPATCHED, 0)}
+    shares["context"] = sum(work.get(word, 0) for word in SEQUENCE)
     beside = sum(work.get(word, 0) for word in (*WHOLE, HEADS, EXPERTS, FEATURES))
     shares["tensor"] = sum(work.values()) - sum(shares.values()) - beside
     kind = max(shares, key=lambda name: shares[name])

@@ -113,6 +113,7 @@ def test_calls() -> None:
 def test_reports_name_it(kind: str, told: str) -> None:
     plan = planned(kind)
     assert f"Splits the sequence over all 4 processes ({told})" in unwrapped(plan)
+    assert told in planned(kind, length=4096).sentence, "where attention is most of the work, too"
     goes_around = kind in ("ring", "zigzag")
     assert ("within 3 x send context 16.0 KiB forward" in unwrapped(plan.explain("attn"))) == goes_around
 

@@ -102,7 +102,11 @@ def test_a_single_device_is_one_axis_of_size_one() -> None:
         ({"data": 3}, 1, ["pinned data 3, but", "32 devices", "pin what data leaves, too"]),
         ({"tensor": 8}, 3, ["pipeline 3 x tensor 8 = 24", "32 devices"]),
         ({"data": 2, "tensor": 8}, 1, ["data 2 x tensor 8 = 16", "32 devices", "leave out data"]),
-        ({"tensr": 2}, 1, ["'tensr'", "did you mean 'tensor'?", "data, expert, expert_tensor, context, ulysses, table, tensor"]),
+        (
+            {"tensr": 2},
+            1,
+            ["'tensr'", "did you mean 'tensor'?", "data, expert, expert_tensor, context, ulysses, table, tensor"],
+        ),
         ({"tensor": 0}, 1, ["tensor=0", "at least 1"]),
         ({"tensor": True}, 1, ["tensor=True", "at least 1"]),
         ({"tensor": "8"}, 1, ["tensor='8'", "whole number"]),
