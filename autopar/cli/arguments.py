@@ -24,8 +24,8 @@ from planner.ir.graph import ITEM_BYTES
 from planner.plan.plan import Plan
 
 CONFIGURED = (
-    "write module:function (a function that returns a model, or a model and its example inputs), or the path of a "
-    "Transformers config.json"
+    "write module:function or file.py:function (a function that returns a model, or a model and its example inputs), "
+    "or the path of a Transformers config.json"
 )
 TORCHS = {
     **{"float": "float32", "double": "float64", "half": "float16"},
@@ -175,7 +175,7 @@ def read_dtype(text: str, said_by: str = "--dtype") -> str:
 
 
 def read_model(text: str, dtype: str | None = None) -> Made | Configured:
-    """Which model ``module:function``, or the path of a Transformers ``config.json``, names.
+    """Which model ``module:function``, ``file.py:function``, or the path of a Transformers ``config.json``, names.
 
     Args:
         dtype: what takes the place of the dtype that a configuration says.
@@ -183,13 +183,19 @@ def read_model(text: str, dtype: str | None = None) -> Made | Configured:
     Raises:
         InputError: neither; no such file or module; or a file that is no configuration of a model.
     """
-    if text.endswith(".json") or os.path.isfile(text):
+    module, colon, function = text.rpartition(":") if ":" in text else (text, "", "")
+    is_file = module.endswith(".py")
+    if not is_file and (text.endswith(".json") or os.path.isfile(text)):
         return _configured(text, dtype)
-    module, colon, function = text.partition(":")
     if not colon or not module or not function:
         raise InputError(f"{text!r} names no model: {CONFIGURED}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    if is_file:
+        if not os.path.isfile(module):
+            raise InputError(f"cannot read {module!r}: there is no such file; {CONFIGURED}")
+        folder, module = os.path.dirname(os.path.abspath(module)), Path(module).stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     package = module.partition(".")[0]
     if package not in sys.modules and (not package or importlib.util.find_spec(package) is None):
         raise InputError(f"cannot import {module!r}: there is no module {package!r} here, nor is it installed")

@@ -43,7 +43,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="[bold]module:function[/] returning a model, or (model, example inputs); or a Transformers config.json.",
+        help="[bold]module:function[/] or [bold]file.py:function[/] returning a model, or (model, example inputs); or "
+        "a Transformers config.json.",
     ),
 ]
 ClusterOption = Annotated[
@@ -211,7 +212,8 @@ def rebind(
             "--model",
             "-m",
             metavar="MODEL",
-            help="The model to carry the plan to: [bold]module:function[/], or a Transformers config.json.",
+            help="The model to carry the plan to: [bold]module:function[/], [bold]file.py:function[/], or a "
+            "Transformers config.json.",
         ),
     ],
     cluster: Annotated[

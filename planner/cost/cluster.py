@@ -396,6 +396,11 @@ class ClusterSpec(Described):
                 f"in Python; {nearest(name.partition(':')[0], sorted(_presets()))}"
             )
         data = read_yaml(path, "cluster file")
+        if isinstance(data, dict) and {"cluster", "mesh", "blocks"} <= data.keys():
+            raise ClusterError(
+                f"cluster file {name!r} is a plan: Plan.load({name!r}).cluster.save('cluster.yaml') writes the cluster "
+                "that it is for into a file of its own"
+            )
         if isinstance(data, dict) and isinstance(data.get("calibration"), str):
             data["calibration"] = Calibration.load(Path(path).parent / data["calibration"])
         try:

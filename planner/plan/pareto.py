@@ -22,7 +22,7 @@ from planner.plan.document.document import WITHOUT_GRAPH, Document
 from planner.plan.document.pareto_point import AnyPlan, ParetoPoint, seconds_per_gib
 from planner.search.branch_and_bound import Searched
 from planner.search.candidates import Incumbent
-from planner.search.pareto_front import Corner, Stopped, pareto_front
+from planner.search.pareto_front import FrontPoint, Stopped, pareto_front
 from planner.search.search import begin_search
 from planner.search.search_context import Progress
 from planner.solve.problem import evaluate
@@ -155,7 +155,7 @@ def pareto(
         gap=gap,
         progress=progress,
     )
-    corners, stopped = pareto_front(begun, _corner(plan, plan.assignment, staged), points)
+    front, stopped = pareto_front(begun, _first_point(plan, plan.assignment, staged), points)
     found = (
         ParetoPoint(
             each.memory_bytes,
@@ -163,12 +163,12 @@ def pareto(
             each.bound_s,
             plan if each.found is None else described(each.found.bounded(each.bound_s), each.memory_bytes),
         )
-        for each in corners
+        for each in front
     )
     return ParetoCurve(tuple(found), plan, stopped)
 
 
-def _corner(plan: Document, assignment: Assignment, staged: Staged | None) -> Corner:
+def _first_point(plan: Document, assignment: Assignment, staged: Staged | None) -> FrontPoint:
     """The plan as the fastest within all that a device can use, as far as is known."""
     space, limit_bytes = assignment.space, plan.cluster.device.usable_bytes
     choices = tuple(space.options[each].index(assignment.chosen[each]) for each in space.variables)  # type: ignore[arg-type]
@@ -178,4 +178,4 @@ def _corner(plan: Document, assignment: Assignment, staged: Staged | None) -> Co
         evaluation = staged.evaluation
     best = Incumbent(space, choices, assignment.recompute, evaluation, staged)
     step_s = evaluation.time_s
-    return Corner(plan.predicted.peak_bytes, limit_bytes, step_s, step_s * (1 - plan.search.gap), best)
+    return FrontPoint(plan.predicted.peak_bytes, limit_bytes, step_s, step_s * (1 - plan.search.gap), best)

@@ -1,9 +1,9 @@
 """A search space whose costs know their formula.
 
 Every price is that of the cost model in closed form: a roofline for every operator, the cheapest algorithm for every
-collective. What that leaves out are the tiles and waves of products and attention on GPUs, and what was measured (a
-calibration). All else, from the routes of values to the chain of a pipeline, is
-:class:`planner.formulation.search_space.Space`'s.
+collective. What that leaves out are the tiles and waves of products and attention on GPUs, the pieces of attention
+along a sharded sequence, what goes around a ring beside them, and what was measured (a calibration). All else, from the
+routes of values to the chain of a pipeline, is :class:`planner.formulation.search_space.Space`'s.
 """
 
 from __future__ import annotations

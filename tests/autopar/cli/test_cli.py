@@ -227,8 +227,17 @@ def test_verifies_the_plan_of_a_config_on_the_batch_that_it_is_for(config: Path,
     assert result.exit_code == 2 and "input input_ids: plan 4x16, model 8x8" in result.stderr
 
 
+def test_a_model_may_be_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "in_a_file.py").write_text(f"from {HERE} import small")
+    result = invoke("plan", f"{tmp_path / 'in_a_file.py'}:small", "-c", "local:2", "--pin", "data=2")
+    assert result.exit_code == 0 and "Small, " in result.stdout, result.output
+
+
 WRONG: list[tuple[Sequence[str], str]] = [
     (("plan", "nonsense", "-c", "local:4"), "names no model"),
+    (("plan", __file__, "-c", "local:4"), "names no model: write module:function or file.py:function"),
+    (("plan", "nowhere.py:small", "-c", "local:4"), "cannot read 'nowhere.py': there is no such file"),
     (("plan", "no_such_module:f", "-c", "local:4"), "cannot import 'no_such_module'"),
     (("plan", f"{HERE}:missing", "-c", "local:4"), "has no function 'missing'"),
     (("plan", f"{HERE}:broken", "-c", "local:4"), "raised RuntimeError: out of order"),

@@ -419,3 +419,10 @@ def test_a_preset_in_the_place_of_a_file_is_told(tmp_path: Path, monkeypatch: py
     spec = ClusterSpec.local(3)
     spec.save("dgx-h100")
     assert ClusterSpec.load("dgx-h100") == spec
+
+
+def test_a_plan_is_no_cluster_and_has_one(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan_of(residual_mlp()).save(path)
+    with pytest.raises(ClusterError, match=r"plan.json' is a plan: Plan.load\(.*\).cluster.save\('cluster.yaml'\)"):
+        ClusterSpec.load(path)

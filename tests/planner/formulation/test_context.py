@@ -118,6 +118,11 @@ def test_reports_name_it(kind: str, told: str) -> None:
     assert ("within 3 x send context 16.0 KiB forward" in unwrapped(plan.explain("attn"))) == goes_around
 
 
+def test_formulas_say_that_they_do_not_know_pieces() -> None:
+    told = {kind: "without its pieces" in planned(kind).formulas.left_out for kind in ("gather", "ring", "ulysses")}
+    assert told == {"gather": True, "ring": True, "ulysses": False}
+
+
 def test_keys_go_around_one_axis_at_most() -> None:
     """Two axes may share the queries, and one of them pass keys around."""
     graph = layer()
