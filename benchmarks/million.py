@@ -16,6 +16,8 @@ from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
 
 TOKENS, PARTS = 2**20, 16
+ENOUGH_BYTES = 2 * 10**11
+"""Memory of a device that runs what is published without moving anything to the host."""
 FLASH_3 = (0.65, 0.53)
 """Of FlashAttention-2's rates on an H100 (:attr:`ClusterSpec.device` of ``dgx-h100``) 1.75 times, forward, and 1.6
 times, backward; the paper has 1.5 to 2.0 and 1.5 to 1.75 (Shah et al. 2024)."""
@@ -103,9 +105,8 @@ def plans() -> list[Long]:
     pin = {"context": run["parallel"]["context"], "context_kind": "zigzag_gather", "zero": 3, "recompute": "full"}
     for kernel, efficiency in (("flash-2", None), ("flash-3", FLASH_3)):
         spec = ClusterSpec.preset("dgx-h100")
-        if efficiency is not None:
-            device = spec.device.model_copy(update={"attention_efficiency": efficiency})
-            spec = spec.model_copy(update={"device": device})
+        changed = {"memory_bytes": ENOUGH_BYTES, "attention_efficiency": efficiency or spec.device.attention_efficiency}
+        spec = spec.model_copy(update={"device": spec.device.model_copy(update=changed)})
         plan = _planned(qwen3(run["model"]), spec, pin)
         found.append(_long("Qwen3 8B", kernel, plan, row["step_time_s"], 1e9 * row["peak_memory_gb"]))
     return found
