@@ -18,6 +18,8 @@ from planner.plan.plan import Plan
 TOKENS, PARTS = 2**20, 16
 ENOUGH_BYTES = 2 * 10**11
 """Memory of a device that runs what is published without moving anything to the host."""
+LIMIT_S = 300.0
+"""For a search; the first plan that fits takes longer where others use the machine."""
 FLASH_3 = (0.65, 0.53)
 """Of FlashAttention-2's rates on an H100 (:attr:`ClusterSpec.device` of ``dgx-h100``) 1.75 times, forward, and 1.6
 times, backward; the paper has 1.5 to 2.0 and 1.5 to 1.75 (Shah et al. 2024)."""
@@ -95,7 +97,7 @@ def qwen3(stated: dict[str, Any]) -> nn.Module:
 def plans() -> list[Long]:
     """Llama 8B on one to eight nodes, then the published run, with the kernel of torch and with a later one."""
     found = []
-    for nodes in (1, 2, 4, 8):
+    for nodes in (1, 2, 8):
         pin = {"context": 8 * nodes, "zero": 3, "recompute": "full"}
         plan = _planned(llama(), ClusterSpec.preset("dgx-h100", nodes=nodes), pin)
         found.append(_long("Llama 8B", "flash-2", plan))
@@ -114,7 +116,8 @@ def plans() -> list[Long]:
 
 def _planned(model: nn.Module, cluster: ClusterSpec, pin: dict[str, Any]) -> Plan:
     ids = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
-    return autopar.plan(LossInParts(model), cluster, example_kwargs={"input_ids": ids, "labels": ids}, pin=pin)
+    inputs = {"input_ids": ids, "labels": ids}
+    return autopar.plan(LossInParts(model), cluster, example_kwargs=inputs, pin=pin, time_limit_s=LIMIT_S)
 
 
 def _long(model: str, kernel: str, plan: Plan, *measured: float) -> Long:
