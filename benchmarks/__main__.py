@@ -1,6 +1,6 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [iopddl] [memory]
+python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
                      [million] [pipeline] [schedules] [transfer schedule] [offload] [tables] [fuzz [files]]
                      [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
@@ -26,6 +26,7 @@ from benchmarks import (
     cached_table,
     context,
     exact,
+    family,
     fuzz,
     iopddl,
     largest,
@@ -368,6 +369,14 @@ def million_tokens() -> None:
         f"{million.FLASH_3[0]:.0%} and {million.FLASH_3[1]:.0%} of the peak (Shah et al. 2024)."
     )
     print(record.write("million", "A million tokens", notes, rows, [asdict(each) for each in found], facts), flush=True)
+
+
+def families() -> None:
+    """What papers on the tensor-parallel family claim beside what their algorithms send and take here."""
+    facts = record.circumstances()
+    found = family.rows()
+    raw = [asdict(each) for each in found]
+    print(record.write("family", "The tensor-parallel family", family.notes(found), family.table(found), raw, facts))
 
 
 def problems() -> None:
@@ -720,6 +729,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "runs": planned,
     "mixtures": mixtures,
     "million": million_tokens,
+    "family": families,
     "iopddl": problems,
     "memory": peaks,
     "pipeline": pipelines,

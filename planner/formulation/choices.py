@@ -136,7 +136,7 @@ def choices_of(graph: Graph, node: Node, mesh: Mesh, ways: list[Ways]) -> Choice
     shape = tuple(map(len, strategies))
     is_even = np.logical_and.reduce([grid.is_even for grid in places], axis=0) if places else np.ones(shape, bool)
     is_even &= _how_many(strategies, lambda each: any(call.around for call in each.inner)) <= 1
-    for factor in {each.factor for several in strategies for each in several if each.way.alone}:
+    for factor in {factor for several in strategies for each in several for factor in each.way.alone}:
         sharing = _how_many(strategies, partial(_shards, factor))
         is_even &= (sharing <= 1) | (_how_many(strategies, partial(_shards_alone, factor)) == 0)
     taken = np.stack(np.nonzero(is_even))
@@ -152,11 +152,11 @@ def _how_many(strategies: Sequence[Sequence[AxisStrategy]], is_meant: Callable[[
 
 
 def _shards(factor: str, strategy: AxisStrategy) -> bool:
-    return strategy.factor == factor
+    return strategy.factor == factor or factor in strategy.way.alone
 
 
 def _shards_alone(factor: str, strategy: AxisStrategy) -> bool:
-    return strategy.factor == factor and strategy.way.alone
+    return factor in strategy.way.alone
 
 
 class _Grid:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from planner.ops.attention import is_causal
 from planner.ops.attention_pieces import UNSHARDED, QueryShards, merged_bytes, query_shards
 from planner.ops.memory_traffic import MemoryTraffic
 from planner.ops.saved_tensors import is_own, own_bytes, saved_tensors
-from planner.ops.sharding_rule import Inner, Rule
+from planner.ops.sharding_rule import AxisStrategy, Inner, Rule
 from planner.ops.table import Share
 from planner.solve.problem import Floats, Ints
 
@@ -287,13 +287,15 @@ class LocalCosts:
             if attends(node.op):
                 shards = [query_shards(node, zip(choice.axes, sizes, strict=True)) for choice in choices]
             found = []
-            busiest = [flops / share * load for share, load in zip(self._shares(choices), loads, strict=True)]
+            turns = self._turns(choices)
+            shares = (self._shares(choices) * turns).tolist()
+            busiest = [flops / share * load for share, load in zip(shares, loads, strict=True)]
             for local, moved, most, shared in zip(shapes, _moved(traffic, held), busiest, shards, strict=True):
                 key = (id(rule), local, moved, most, traffic.starts, shared)
                 if key not in self._known.computed:
                     self._known.computed[key] = self._compute(node, traffic, local, moved, most, shared)
                 found.append(self._known.computed[key])
-            seconds[:2] = np.array(found).T
+            seconds[:2] = np.array(found).T * turns
         if row is not None and row.between is not None:
             seconds[:2] += np.array([self.between_s(node, choice) for choice in choices]).T
         if any(strategy.inner for strategies in choices.strategies for strategy in strategies):
@@ -302,12 +304,20 @@ class LocalCosts:
             seconds[2:] = np.array([self._inner_s(node, rule, choice, each_s) for choice, each_s in pairs]).T
         return seconds
 
-    def _shares(self, choices: Choices) -> list[int]:
+    def _shares(self, choices: Choices) -> Ints:
         """How many ranks, and micro-batches, share the work with each choice."""
-        shares = np.ones(len(choices), np.int64)
+        return self._product(choices, lambda strategy: bool(strategy.factor))
+
+    def _turns(self, choices: Choices) -> Ints:
+        """How often a rank runs the kernel with each choice."""
+        return self._product(choices, lambda strategy: strategy.way.in_turn)
+
+    def _product(self, choices: Choices, counts: Callable[[AxisStrategy], bool]) -> Ints:
+        """The ranks of all axes that count."""
+        found = np.ones(len(choices), np.int64)
         for axis, strategies, taken in zip(self.mesh.axes, choices.strategies, choices.taken, strict=True):
-            shares *= np.array([axis.size if strategy.factor else 1 for strategy in strategies])[taken]
-        return shares.tolist()
+            found *= np.array([axis.size if counts(strategy) else 1 for strategy in strategies])[taken]
+        return found
 
     def between_s(self, node: Node, choice: Choice) -> tuple[float, float]:
         """Seconds, forward and backward, in which an operator made of several passes over what it has between these."""

@@ -89,7 +89,7 @@ def _named_ways(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> tup
     halves = tuple(replace(half, phase=phase, count=count) for phase in counts for count in counts[phase])
     keys = Inner("send", columns, key.item_bytes, kv, shared=(ZIGZAG_RING,), parts=2)
     back = replace(keys, phase="backward")
-    zigzag = FactorWay("zigzag", inner=halves, alone=True, multiple=2)
+    zigzag = FactorWay("zigzag", inner=halves, alone=(QUERY,), multiple=2)
     return (
         ring,
         zigzag,

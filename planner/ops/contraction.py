@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 from planner.ir.graph import Node, TensorType
-from planner.ops.sharding_rule import Rule
+from planner.ir.layout import Shard
+from planner.ops.sharding_rule import MECHANICAL, Dims, FactorWay, Inner, Rule
 from planner.ops.signature import letters, rows, signature
 from planner.ops.table import Row, contraction_flops
 
@@ -19,7 +21,7 @@ def linear(node: Node, operands: Operands) -> Rule:
     leading = [f"m{i}" for i in range(len(x.shape) - 1)]
     out = ["n"][: len(w.shape) - 1]
     addends = range(2, len(operands))
-    return signature(
+    rule = signature(
         node,
         operands,
         [[*leading, "k"], [*out, "k"], *([out] * len(bias))],
@@ -28,6 +30,43 @@ def linear(node: Node, operands: Operands) -> Rule:
         addends=addends,
         linear=[{0, *addends}, {1, *addends}],
     )
+    return replace(rule, ways=streamed(operands, rule)) if {*leading[-1:], *out, "k"} <= rule.sizes.keys() else rule
+
+
+RING, PANELS, SUMS = "n.ring", "n.panels", "k.ring"
+"""Ways to stream a linear layer: what it reads goes around while it is multiplied, by tokens, or by input features as
+in SUMMA (van de Geijn and Watts 1997); the sums that it makes go around while others are made, to the ranks of tokens.
+"""
+
+
+def streamed(operands: Operands, rule: Rule) -> dict[str, tuple[FactorWay, ...]]:
+    """Every way to shard output and input features, with those in which panels go around the ranks.
+
+    Backward passes around what was gathered once more, and the sums of gradients.
+    """
+    x, w, *_ = operands
+    tokens, last = f"m{len(x.shape) - 2}", len(x.shape) - 1
+
+    def around(tensor: TensorType, dims: Dims, way: str) -> Inner:
+        factors = tuple(factor for dim in dims for factor in dim)
+        return Inner("send", factors, tensor.item_bytes, shared=(way,), around=True)
+
+    def gathering(way: str, dim: int, alone: str) -> FactorWay:
+        sent = around(x, rule.operands[0], way)
+        again = [replace(sent, phase="backward")] * (int(w.grad) + int(x.grad))
+        name = way.partition(".")[2]
+        return FactorWay(name, {0: Shard(dim)}, inner=(sent, *again), alone=("n", alone), in_turn=True, pinned=True)
+
+    sent = around(x, rule.results[0], SUMS)
+    sums = FactorWay(
+        "ring",
+        results={0: Shard(last - 1)},
+        inner=(sent, replace(sent, phase="backward")),
+        alone=("k", tokens),
+        pinned=True,
+    )
+    gathered = gathering(RING, last - 1, tokens), gathering(PANELS, last, "k")
+    return {"n": (MECHANICAL, *gathered), "k": (MECHANICAL, sums)}
 
 
 def matmul(node: Node, operands: Operands) -> Rule:

@@ -49,7 +49,9 @@ class FactorWay:
         by_micro_batch: a micro-batch may do without what the others share, where a pin asks for that: it is another
             computation then (batch norm).
         uneven: how much each rank has to do is known in the step alone.
-        alone: no other axis shards the factor.
+        alone: factors that no other axis shards.
+        in_turn: the operator's kernel runs once for each rank of the axis, on what that rank has.
+        pinned: it is there where a pin asks for it by name alone.
         multiple: what a rank has of the factor is a multiple of it.
     """
 
@@ -60,7 +62,9 @@ class FactorWay:
     strided: bool = False
     by_micro_batch: bool = False
     uneven: bool = False
-    alone: bool = False
+    alone: tuple[str, ...] = ()
+    in_turn: bool = False
+    pinned: bool = False
     multiple: int = 1
 
     def named(self, factor: str) -> str:

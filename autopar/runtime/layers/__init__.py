@@ -27,6 +27,7 @@ from autopar.runtime.layers.normalization import (
     native_batch_norm_no_stats,
 )
 from autopar.runtime.layers.random import draw, draw_attention
+from autopar.runtime.layers.streamed_linear import linear
 from autopar.runtime.spmd.rank_index import Groups
 
 CONTRACTED = "contracted"
@@ -89,6 +90,9 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     "autopar.experts.default": LocalForm(
         experts, {"holding_groups": ("e", "t.dispatch"), "dispatch_groups": ("t.dispatch",)}, is_region=True
     ),
+    "aten.linear.default": LocalForm(
+        linear, {"token_groups": ("n.ring",), "feature_groups": ("n.panels",), "sum_groups": ("k.ring",)}
+    ),
     "aten.layer_norm.default": LocalForm(layer_norm, _HIDDEN),
     "aten.native_layer_norm.default": LocalForm(native_layer_norm, _HIDDEN),
     "aten.rms_norm.default": LocalForm(rms_norm, _HIDDEN),
@@ -134,6 +138,7 @@ __all__ = [
     "experts",
     "grouped_convolution",
     "layer_norm",
+    "linear",
     "native_batch_norm",
     "native_batch_norm_functional",
     "native_batch_norm_no_stats",

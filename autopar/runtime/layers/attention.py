@@ -48,7 +48,7 @@ def attention(
     if ring_groups or (is_causal and query_groups and not dropout_p):
         length, (ring,) = query.shape[-2] * ranks(query_groups), ring_groups or (None,)
         places = Places.of(length, query_groups, query_strips, ring, is_zigzag=bool(zigzag_groups))
-        operands = [_as_autocast(t) for t in (query, key, value)]
+        operands = [as_autocast(t) for t in (query, key, value)]
         batch = torch.broadcast_shapes(*(t.shape[:-3] for t in operands))
         heads = [1 if t.dim() == 2 else t.shape[-3] for t in operands]
         heads = heads if enable_gqa else [max(heads)] * 3
@@ -79,7 +79,7 @@ def _in_four_dims(tensor: Tensor, batch: Sequence[int], heads: int) -> Tensor:
     return tensor if len(size) == 4 else tensor.reshape(-1, *size[-3:])
 
 
-def _as_autocast(tensor: Tensor) -> Tensor:
+def as_autocast(tensor: Tensor) -> Tensor:
     """In the dtype in which autocast has attention."""
     kind = tensor.device.type
     is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from planner.base.errors import PinError
 from planner.formulation.batch_norm import check_batch_norm, is_by_micro_batch
 from planner.formulation.constraints.context import ways_to_attend
+from planner.formulation.constraints.grids import check_features
 from planner.formulation.constraints.labels import (
     LABELS,
     Labels,
@@ -51,7 +52,7 @@ def filters(
     if pins.batch_norm is not None:
         check_batch_norm(graph, rules)
     if not pins.sizes and not pins.layers and mesh.micro_batches == 1:
-        return None, None
+        return (lambda *_: True) if pins.any_way else None, None
     names = mesh.names
     # Without a pinned size, an axis of whatever name is free: that of a further program, see planner/plan/further.py.
     roles = [ROLES.get(name) if pins.sizes else None for name in names]
@@ -61,10 +62,13 @@ def filters(
         shards |= {"expert", "expert features"}
     if WEIGHTS in shards:
         weighted = weight_factors(graph, rules, graph.operators)
+        shards |= {label for role in roles if role is not None for label in role.activations}
         shards = shards - {WEIGHTS} | {"context"} | ({"stream"} if pins.sequence_parallel is False else set())
     dims = {label: labels(label) for label in shards}
     if pins.sizes:
         _check_recipe(pins, graph, mesh, rules, dims)
+        if "features" in dims:
+            check_features(mesh, rules, graph, dims["features"])
         _check_weights(pins, mesh, rules, weighted)
     _check_layers(pins, graph, rules, mesh)
     pinned = {glob: {node.name for node in pinned_operators(graph, glob)} for glob in pins.layers}
@@ -94,6 +98,8 @@ def filters(
         for glob, wanted in pins.layers.items():
             if node.name in pinned[glob] and names[axis] in wanted:
                 return str(strategy) == wanted[names[axis]]
+        if strategy.way.pinned and not pins.any_way:
+            return False
         role, size = roles[axis], mesh.axes[axis].size
         if names[axis] == MICRO:
             if has(node, dims["batch"], size):
@@ -120,6 +126,10 @@ def filters(
         streams = dims["stream"].parts(node, rules[node.name]) if "stream" in dims and not holds else ()
         if labelled(node, strategy, dims["batch"]) or any(strategy.factor == factor for factor, _ in streams):
             return False
+        kept = [] if holds else [label for label in role.activations if has(node, dims[label], size)]
+        if kept:
+            kept = kept[:1] if normalizes(node) else kept
+            return any(labelled(node, strategy, dims[label]) for label in kept)
         if labelled(node, strategy, dims["context"]):  # how attention goes along the sequence the context axis says
             return pins.sequence_parallel is not False and not holds and node.name not in attend
         if pins.sequence_parallel and normalizes(node) and has(node, dims["context"], size):
@@ -152,6 +162,8 @@ def _may_store(role: Role, is_whole: bool, way: int | None) -> bool:
     """Whether an axis may store a parameter so; ``way``: what pin ``zero`` says of it."""
     if role.parameters == "zero" and way is not None:
         return is_whole == (way == 0)
+    if role.parameters == "sharded":
+        return not is_whole
     return is_whole or role.parameters != "whole"
 
 
@@ -239,11 +251,19 @@ def _check_layers(pins: Pins, graph: Graph, rules: Mapping[str, Rule], mesh: Mes
                 if pins.sizes or name not in FREE_AXES:
                     raise PinError(
                         f"pin 'layers', {glob!r}: there is no axis {name!r}; the mesh has {', '.join(mesh.names)}"
-                        + (f": pin {name!r} above 1 too" if name in ROLES else "")
+                        + _axis_missed(name, mesh)
                     )
                 continue
             for node in products:
                 _check_strategy(glob, rules[node.name], mesh.axes[mesh.names.index(name)], strategy)
+
+
+def _axis_missed(name: str, mesh: Mesh) -> str:
+    """How to pin an axis that the mesh lacks, where there is such."""
+    role, pinned = ROLES.get(name), {ROLES[axis].pin for axis in mesh.names if axis in ROLES}
+    if role is None or name in pinned:
+        return ""
+    return f": pin {role.pin!r} as a grid that has it" if role.pin else f": pin {name!r} above 1 too"
 
 
 def _check_strategy(glob: str, rule: Rule, axis: Axis, wanted: str) -> None:
@@ -272,7 +292,8 @@ def _check_strategy(glob: str, rule: Rule, axis: Axis, wanted: str) -> None:
 
 def _divided(rule: Rule, factor: str, strips: int, way: FactorWay) -> int:
     """What the ranks that shard strips of a factor so must divide: their size, and those of dims sharded with them."""
-    others = ((rule.operands[place], t) for place, t in way.operands.items() if isinstance(t, Shard))
+    sides = (rule.operands, way.operands), (rule.results, way.results)
+    others = ((dims[place], t) for dims, types in sides for place, t in types.items() if isinstance(t, Shard))
     sizes = (math.prod(rule.sizes[name] for name in dims[t.dim]) // t.outer for dims, t in others)
     return math.gcd(rule.sizes[factor] // strips, *sizes)
 
@@ -289,4 +310,6 @@ def _check_weights(pins: Pins, mesh: Mesh, rules: Mapping[str, Rule], weighted: 
     shown = f"the sizes of the weights, {', '.join(map(str, found))}" if found else "no weight: the model has none"
     for axis in mesh.axes:
         if axis.name in sharing(WEIGHTS) and axis.size > 1 and all(size % axis.size for size in found):
-            raise PinError(f"pin {axis.name!r} is {axis.size}, which divides none of {shown}: pin another size")
+            pin, name = ROLES[axis.name].pin, f"{axis.name!r} is {axis.size}"
+            told = f"pin {pin!r}: axis {name}" if pin else f"pin {name}"
+            raise PinError(f"{told}, which divides none of {shown}: pin another size")

@@ -121,16 +121,25 @@ def _samples(distinct: DistinctOperators) -> Iterator[tuple[Ref, Place]]:
             yield distinct.standing_for(Ref(leaf.name)), (0, 1)
 
 
-def _tokens(distinct: DistinctOperators) -> Iterator[tuple[Ref, Place]]:
-    """What norms run over, and what the parameter of a product lacks."""
-    nodes = (node for node, _, _ in distinct.operators)
-    products = weight_factors(distinct.graph, distinct.rules, nodes)
+def of_weights(factors: Callable[[Node, Rule, frozenset[str]], set[str]]) -> Callable[..., Iterator[tuple[Ref, Place]]]:
+    """A label that starts at these factors of operators, given those of the weight that they contract with, if any."""
 
-    def factors(node: Node, rule: Rule) -> set[str]:
-        lacked = rule.sizes.keys() - products[node.name] if node.name in products else set()
-        return lacked | (_normed(rule) if normalizes(node) else set())
+    def starts(distinct: DistinctOperators) -> Iterator[tuple[Ref, Place]]:
+        nodes = (node for node, _, _ in distinct.operators)
+        weights = weight_factors(distinct.graph, distinct.rules, nodes)
+        return at_factors(lambda node, rule: factors(node, rule, weights.get(node.name, frozenset())))(distinct)
 
-    return at_factors(factors)(distinct)
+    return starts
+
+
+def _tokens(node: Node, rule: Rule, weight: frozenset[str]) -> set[str]:
+    """What the weight of a product lacks."""
+    return set(rule.sizes.keys() - weight) if weight else set()
+
+
+def _stream(node: Node, rule: Rule, weight: frozenset[str]) -> set[str]:
+    """Tokens, and what norms run over."""
+    return _tokens(node, rule, weight) | (_normed(rule) if normalizes(node) else set())
 
 
 LABELS = {
@@ -163,10 +172,13 @@ LABELS = {
         "out 'table'",
         remedy="place the tables on as many ranks, or change the pin",
     ),
-    "stream": Label(_tokens),
+    "stream": Label(of_weights(_stream)),
+    "tokens": Label(of_weights(_tokens)),
+    "features": Label(of_weights(lambda node, rule, weight: {*weight})),
 }
 """``context`` is the query sequence of attention, ``expert`` what experts are stacked along, ``expert features`` what
-each has between its products; ``stream`` is the batch and, however attention is written, the sequence."""
+each has between its products; ``tokens`` are the batch and, however attention is written, the sequence, ``features``
+what weights have, such as the hidden dim and heads; ``stream`` is what norms take and give."""
 
 
 def label_blocks(decision_graph: DecisionGraph, label: str) -> Labels:

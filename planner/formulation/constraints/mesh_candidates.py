@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from planner.base.errors import PinError
 from planner.cost.cluster import ClusterSpec
-from planner.formulation.constraints.roles import REST, ROLES
+from planner.formulation.constraints.roles import REST, ROLES, pinnable
 from planner.ir.layout import Mesh
 
 MAX_AXES = 2
@@ -52,9 +52,9 @@ def pinned_mesh(cluster: ClusterSpec, sizes: Mapping[str, int], stages: int = 1)
     """
     for name, size in sizes.items():
         if name not in ROLES:
-            close = difflib.get_close_matches(name, ROLES, n=1)
+            close = difflib.get_close_matches(name, pinnable(), n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
-            raise PinError(f"pin {name!r}: there is no such axis; {hint}there are: {', '.join(ROLES)}")
+            raise PinError(f"pin {name!r}: there is no such axis; {hint}there are: {', '.join(pinnable())}")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise PinError(f"pin {name}={size!r}: give a whole number of ranks, at least 1")
     world, pinned = cluster.world_size, stages * math.prod(sizes.values())
@@ -68,7 +68,7 @@ def pinned_mesh(cluster: ClusterSpec, sizes: Mapping[str, int], stages: int = 1)
         )
     if REST in sizes and pinned != world:
         others = f"change a size, or leave out {REST} to have it inferred"
-        more = ", ".join(name for name in reversed(ROLES) if ROLES[name].shards != ROLES[REST].shards)
+        more = ", ".join(name for name in reversed(pinnable()) if ROLES[name].shards != ROLES[REST].shards)
         alone = f"every device is on some axis: pin what {REST} leaves, too ({more}), or leave {REST} out"
         raise PinError(
             f"pinned {product}, but {cluster.name!r} has {world} devices; {others if len(shown) > 1 else alone}"

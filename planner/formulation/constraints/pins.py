@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from planner.base.errors import PinError
-from planner.formulation.constraints.roles import ROLES, WEIGHTS, sharing
+from planner.formulation.constraints.grids import in_pins, read_tensor
+from planner.formulation.constraints.roles import ROLES, WEIGHTS, pinnable, sharing
 from planner.formulation.constraints.synonyms import meant
 from planner.formulation.constraints.zero import Ways, Zero, levels_alone, read_zero, unshardings
 from planner.formulation.remat.levels import COMPUTED, Level
@@ -73,6 +74,7 @@ class Pins:
             each block as soon as its gradients are complete.
         activations: of how many blocks, the first ones (of each stage), what is saved for backward may leave for where
             model data is at home: a count or ``all``; ``None`` leaves it to the search.
+        any_way: operators may be run in ways that are for pins alone, too: what is decided is only carried over.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -92,6 +94,7 @@ class Pins:
     offload: Offload | None = None
     update: Update = "after"
     activations: Activations | None = None
+    any_way: bool = False
 
     @staticmethod
     def parse(pin: Mapping[str, object] | None) -> Pins:
@@ -104,7 +107,7 @@ class Pins:
             raise PinError(f"pin is {pin!r}; give a dict of decisions, e.g. {{'data': 2, 'tensor': 4}}")
         pin = dict(pin or {})
         known = {
-            *ROLES,
+            *pinnable(),
             *COUNTS,
             "sequence_parallel",
             "context_kind",
@@ -124,8 +127,9 @@ class Pins:
         counts = {name: _count(name, what, pin.pop(name, None)) for name, what in COUNTS.items()}
         schedule = _schedule(pin.pop("schedule", None), counts["virtual_stages"])
         batch_norm = _batch_norm(pin.pop("batch_norm", None))
-        sizes: dict[str, int] = {}
-        for name in ROLES:
+        sizes = read_tensor(pin.get("tensor"), pin.get("depth") is not None)
+        pin |= {"tensor": None} if sizes else {}
+        for name in pinnable():
             size = pin.pop(name, None)
             if size is None:
                 continue
@@ -143,6 +147,11 @@ class Pins:
             raise PinError(f"pin 'sequence_parallel' is {sequence_parallel!r}; it is True or False")
         if sequence_parallel and all(sizes.get(name, 1) == 1 for name in sharing(WEIGHTS)):
             raise PinError("pin 'sequence_parallel' shards the sequence over the tensor axis: pin 'tensor' above 1 too")
+        if sequence_parallel is not None and any(ROLES[name].pin for name in sizes):
+            raise PinError(
+                f"pin 'sequence_parallel' is {sequence_parallel}, but a grid, pin 'tensor' {in_pins(sizes)['tensor']}, "
+                "shards norms and residuals along its own axes: leave one of both out"
+            )
         context_kind = _context_kind(pin.pop("context_kind", None), sizes)
         recompute, keep = _recompute(pin.pop("recompute", None))
         offload = _offload(pin.pop("offload", None))
@@ -213,7 +222,7 @@ class Pins:
 
     def to_dict(self) -> dict[str, object]:
         """The user's form."""
-        found: dict[str, object] = dict(self.sizes)
+        found = in_pins(self.sizes)
         if self.sequence_parallel is not None:
             found["sequence_parallel"] = self.sequence_parallel
         if self.context_kind is not None:

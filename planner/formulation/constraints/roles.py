@@ -23,10 +23,13 @@ class Role:
         name: of the pin and of the axis.
         shards: the factors that it shards: those of one of :data:`planner.formulation.constraints.labels.LABELS`, some
             of which its ranks must divide, or :data:`WEIGHTS`.
-        parameters: how it stores them: ``whole``, as pin ``zero`` says, or in ``any`` way.
+        parameters: how it stores them: ``whole``, as pin ``zero`` says, ``sharded``, or in ``any`` way.
         elsewhere: the label that it shards in operators that lack these factors; if there is none, or they lack that
             too, they run whole. What holds no weight is free instead: it may shard all but the batch, and the sequence
             as pin ``sequence_parallel`` says.
+        activations: the labels that operators without a weight shard on it, as far as its ranks divide them: norms the
+            first, where they have it, others any. Left out, they shard what they like.
+        pin: the pin that gives its size along with those of others; left out, that of its name.
         is_alone: no other axis shards what it shards.
         takes_rest: it has the ranks that the sizes of the others leave, where its own is not pinned.
         is_tried: the search tries it where nobody pins what axes are for.
@@ -34,8 +37,10 @@ class Role:
 
     name: str
     shards: str
-    parameters: Literal["whole", "zero", "any"]
+    parameters: Literal["whole", "zero", "sharded", "any"]
     elsewhere: str = ""
+    activations: tuple[str, ...] = ()
+    pin: str = ""
     is_alone: bool = False
     takes_rest: bool = False
     is_tried: bool = False
@@ -51,17 +56,29 @@ ROLES = {
     for role in (
         Role("replicate", "batch", "whole"),
         Role("data", "batch", "zero", takes_rest=True, is_tried=True),
+        Role("depth", "batch", "whole"),
         Role("expert", "expert", "zero", elsewhere="batch", is_alone=True),
         Role("expert_tensor", "expert features", "zero", elsewhere="batch", is_alone=True),
         Role("context", "context", "zero"),
         Role("ulysses", "context", "zero"),
         Role("table", "table", "any", elsewhere="batch"),
         Role("tensor", WEIGHTS, "any", is_tried=True),
+        Role("row", "batch", "sharded", pin="tensor"),
+        Role("column", WEIGHTS, "any", activations=("features",), pin="tensor"),
+        Role("input", WEIGHTS, "any", activations=("tokens", "features"), pin="tensor"),
+        Role("output", WEIGHTS, "any", activations=("features", "tokens"), pin="tensor"),
+        Role("weight", "batch", "sharded", pin="tensor"),
     )
 }
-"""By name, major first: the tensor axis is contiguous. The stages of a pipeline stride wider yet."""
+"""By name, major first: the tensor axis is contiguous. The stages of a pipeline stride wider yet. Axes of grids are in
+:mod:`planner.formulation.constraints.grids`."""
 
 REST = next(name for name, role in ROLES.items() if role.takes_rest)
+
+
+def pinnable() -> tuple[str, ...]:
+    """The names of the axes that have pins of their own."""
+    return tuple(name for name, role in ROLES.items() if not role.pin)
 
 
 def sharing(label: str) -> tuple[str, ...]:
@@ -76,5 +93,5 @@ def ranks_sharing(mesh: Mesh, label: str) -> int:
 
 def described(label: str, names: tuple[str, ...]) -> str:
     """The pins of a label among ``names``, as an error speaks of what they make together."""
-    found = [repr(name) for name in sharing(label) if name in names]
+    found = [*dict.fromkeys(repr(ROLES[name].pin or name) for name in sharing(label) if name in names)]
     return f"the product of pins {' and '.join(found)}" if len(found) > 1 else f"pin {''.join(found) or repr(REST)}"

@@ -167,11 +167,11 @@ def _meaning(
 ) -> str:
     """What an operator shards on one axis: ``batch``, ``sequence``, ``heads``, ``columns`` or ``rows`` of a
     weight, ``vocabulary``, ``dim 2`` of the result; ``whole`` when every rank does all, ``terms`` of a sum; the name of
-    the way where it has one, as ``dispatch``.
+    the way where it has one, as ``dispatch``, unless that does the same otherwise.
     """
     if not strategy.factor:
         return "terms" if strategy.kind == "partial" else "whole"
-    if strategy.way.name:
+    if strategy.way.name and not strategy.way.pinned:
         return strategy.way.name
     rule = space.rules[node.name]
     for word, dims in labels.items():

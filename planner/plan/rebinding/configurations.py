@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from planner.base.errors import ScheduleError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.grids import in_pins
 from planner.formulation.constraints.mesh_candidates import pinned_mesh
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.constraints.roles import REST
@@ -159,7 +160,7 @@ class _Fitted:
         if not pinned:
             return Mesh.of(**(sizes or {"all": 1})), pin
         told = {name: sizes.get(name, 1) for name in {**pinned, **sizes} if name in pinned or name != REST}
-        return pinned_mesh(self.cluster, told, stages), {**pin, **told}
+        return pinned_mesh(self.cluster, told, stages), {**pin, **in_pins(told)}
 
     def _note_axis(self, name: str, old: int, new: int, why: str) -> None:
         self.changes.append(Change(f"mesh axis {name!r}", str(old), str(new), why))

@@ -24,10 +24,12 @@ GUIDE, REFERENCE = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page 
 TRAIN, PLAN, APPLY = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-def run(folder: str, program: str) -> str:
-    """What a program prints that is run in a folder, by one of some processes."""
+def run(folder: str, program: str, seed: int | None = None) -> str:
+    """What a program prints that is run in a folder, by one of some processes, each of which draws other numbers unless
+    a seed is given.
+    """
     os.chdir(folder)
-    torch.manual_seed(0)  # processes that start begin alike
+    torch.manual_seed(torch.distributed.get_rank() if seed is None else seed)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
@@ -46,7 +48,7 @@ def test_the_example_plans_and_trains(tmp_path: Path) -> None:
         (said,) = processes.run(run, str(tmp_path), PLAN, ranks=1)
         assert "GPT2LMHeadModel" in said and "next best" in said
         assert (tmp_path / "plan.json").exists() and (tmp_path / "plan.html").exists()
-        processes.run(run, str(tmp_path), before_planning + APPLY)
+        processes.run(run, str(tmp_path), before_planning + APPLY, 0)  # with "the same global batch on every rank"
 
 
 def test_the_cluster_file_that_is_shown_is_one() -> None:

@@ -37,6 +37,7 @@ PRELOAD = (
 )
 BY_MODULE = {"transformer.wte": 0, "transformer.wpe": 2, "*.ln_?": 0, "transformer.h.*": 3, "*": 0}
 """How GPT-2's parameters are stored on the axis of the data, and gathered."""
+STREAMED = {"*.up_proj": {"tensor": "n.ring"}, "*.down_proj": {"tensor": "k.ring"}}
 CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("mlp", {"data": 4, "zero": 3}, 4),
     ("mlp", {"data": 2, "tensor": 2}, 4),
@@ -48,10 +49,11 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("gpt2", {"tensor": 4}, 4),
     ("gpt2", {"tensor": 2, "sequence_parallel": True}, 2),
     ("gpt2", {"context": 4, "context_kind": "gather", "recompute": "resharded"}, 4),
-    ("llama", {"tensor": 2}, 2),
+    ("gpt2", {"tensor": [2, 2]}, 4),
+    ("gpt2", {"tensor": [1, 2]}, 2),
     ("llama", {"data": 2, "context": 2, "context_kind": "ring"}, 4),
     ("llama", {"data": 2, "tensor": 2, "zero": 3, "recompute": "full"}, 4),
-    ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3}, 4),
+    ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3, "layers": STREAMED}, 4),
     ("llama", {"replicate": 2, "data": 2, "zero": 3}, 4),
     ("spectral", {"data": 2, "zero": 3}, 2),
     ("mixtral", {"data": 2, "expert": 2, "zero": 3, "recompute": "full"}, 4),

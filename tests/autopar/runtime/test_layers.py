@@ -425,6 +425,13 @@ def test_norm_in_half_precision_rounds_as_its_operator_does() -> None:
             torch.testing.assert_close(found._local_tensors[0], op(x, [8], weight), rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize("way", ["n.ring", "n.panels", "k.ring"])
+def test_streamed_linear(way: str) -> None:
+    x, weight, bias = randn(2, 8, 12), randn(16, 12), randn(16)
+    check_layer(aten.linear.default, (x, weight, bias), (4,), (way,))
+    check_layer(aten.linear.default, (x, weight), (2, 2), ("m0", way))
+
+
 @pytest.mark.parametrize("sizes, factors", meshes("g", "n"))
 def test_grouped_convolution(sizes: Any, factors: Any) -> None:
     args = (randn(4, 8, 5, 5), randn(12, 2, 3, 3), randn(12), [1, 1], [1, 1], [1, 1], 4)

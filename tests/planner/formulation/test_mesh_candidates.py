@@ -105,7 +105,7 @@ def test_a_single_device_is_one_axis_of_size_one() -> None:
         (
             {"tensr": 2},
             1,
-            ["'tensr'", "did you mean 'tensor'?", "data, expert, expert_tensor, context, ulysses, table, tensor"],
+            ["'tensr'", "did you mean 'tensor'?", "data, depth, expert, expert_tensor, context, ulysses, table"],
         ),
         ({"tensor": 0}, 1, ["tensor=0", "at least 1"]),
         ({"tensor": True}, 1, ["tensor=True", "at least 1"]),

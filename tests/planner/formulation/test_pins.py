@@ -108,7 +108,7 @@ def test_a_wrong_pin_is_refused_before_anything_is_planned(pin: dict[str, Any], 
         ({"layers": {"layers.0": {"all": "n"}}}, "holds no matrix product and no look-up"),
         ({"layers": {"head": {"tensor": "n"}}}, "there is no axis 'tensor'; the mesh has all"),
         ({"tensor": 4, "layers": {"head": {"inner": "n"}}}, "there is no axis 'inner'; the mesh has tensor"),
-        ({"layers": {"head": {"all": "rows"}}}, r"no strategy 'rows'; shard one of .* m0 \(48\), k \(64\), n \(64\)"),
+        ({"layers": {"head": {"all": "rows"}}}, r"no strategy 'rows'; shard .* m0 \(48\), k \(64\), .*, n \(64\)"),
         *(
             ({"layers": {"head": {"all": way}}}, f"no strategy '{way}'; .* n .*, or pin 'invariant' or 'replicate'")
             for way in ("n.dispatch", "n/", "n/0", "n/1", "n/x", "n/5", "partial")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from planner.cost.calibration import Calibration
+from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.resharding import STEPS, Collective, ReshardingTable, ReshardStep, passes
 from planner.formulation.resharding_tables import BUCKET_BYTES, NOT_GATHERED
@@ -161,6 +162,28 @@ def test_partial_sums_are_never_made_up():
     found = table(Mesh.of(a=2))
     assert np.isfinite(found.forward_s[found.index[(R,)], found.index[(P,)]])
     assert all(step.src in (R, I) for step in found.route((Shard(0),), (P,)) if step.dst == P)
+
+
+@pytest.mark.parametrize("src, dst, phase", [(P, I, "forward"), (I, R, "backward")])
+def test_large_sums_over_nodes_are_scattered_inside_them_first(src, dst, phase):
+    """Sums of activations and of gradients, over an axis across nodes and one inside."""
+    cost, mesh = CostModel(ClusterSpec.preset("dgx-h100", nodes=4)), Mesh.of(across=4, inside=8)
+
+    def calls(rows):
+        tensor = TensorType((rows, 64), "bfloat16", grad=True)
+        prices = ReshardingTable(
+            tensor, mesh, (Shard(0),), lambda kind, axis, size, _: cost.collective_s(kind, axis, size), 0.0, 0.0
+        )
+        steps = prices.route((src, src), (dst, dst))
+        found = [call for step in steps for call in step.collectives(tensor, mesh) if call.phase == phase]
+        found = found[::-1] if phase == "backward" else found
+        return [(call.kind, call.axis, call.bytes_in) for call in found]
+
+    assert sorted(calls(8)) == [("all_reduce", "across", 1024), ("all_reduce", "inside", 1024)]
+    size = 2**20 * 128
+    assert calls(2**20) == [
+        ("reduce_scatter", "inside", size), ("all_reduce", "across", size // 8), ("all_gather", "inside", size // 8),
+    ]  # fmt: skip
 
 
 def test_the_major_axis_is_gathered_after_the_minor_one():
