@@ -22,7 +22,8 @@ from benchmarks import record
 from benchmarks.beside import largest_error, summary
 from benchmarks.zoo import PROCESSES, quiet
 
-MODELS = ("gpt2", "llama", "t5", "vit", "bert", "unet")
+MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "gpt-oss")
+MODELS = ("gpt2", "llama", "t5", "vit", "bert", "unet", *MIXTURES)
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
 MICRO_BATCHES = (1, 4, 7)
 COMPOSED: tuple[Mapping[str, Any], ...] = (
@@ -30,11 +31,15 @@ COMPOSED: tuple[Mapping[str, Any], ...] = (
     {"pipeline": 2, "micro_batches": 7, "schedule": "zero_bubble", "data": 2, "zero": 3},
     {"pipeline": 2, "micro_batches": 7, "schedule": "1f1b", "data": 2, "tensor": 2},
     {"pipeline": 2, "micro_batches": 7, "schedule": "interleaved_1f1b", "data": 2, "recompute": "full"},
+    {"pipeline": 2, "micro_batches": 7, "schedule": "1f1b", "expert": 2},
+    {"pipeline": 2, "micro_batches": 7, "schedule": "interleaved_1f1b", "expert": 2, "tensor": 2, "recompute": "full"},
+    {"pipeline": 1, "micro_batches": 7, "expert": 4, "zero": 3},
 )
 TRAINED: tuple[Mapping[str, Any], ...] = (
     {"pipeline": 4, "micro_batches": 4, "schedule": "1f1b"},
     {"pipeline": 2, "micro_batches": 7, "schedule": "zero_bubble", "tensor": 2},
     {"pipeline": 2, "micro_batches": 7, "schedule": "1f1b", "data": 2, "tensor": 2},
+    {"pipeline": 2, "micro_batches": 7, "schedule": "1f1b", "expert": 2},
 )
 
 
@@ -99,18 +104,25 @@ def run(model: str) -> list[dict[str, Any]]:
 def train(processes: LocalProcesses, model: str, pin: Mapping[str, Any]) -> dict[str, Any]:
     """Three steps of a model on as many processes as the pins ask for."""
     from autopar.measure.local_processes import RankError
+    from planner.base.errors import PinError
     from tests.autopar.verification.test_micro_batched_models import planned
 
-    ranks = math.prod(pin.get(axis, 1) for axis in ("pipeline", "data", "tensor"))
+    ranks = _ranks(pin)
     row: dict[str, Any] = {"model": model, "pin": {**pin, "processes": ranks}, "status": "equal", "why": ""}
     try:
         document = planned(model, pin)[1].to_dict()
         row["error"] = max(processes.run(trained, model, document, ranks=ranks))
         if not row["error"] <= 1e-10:
             row |= {"status": "FAILED", "why": f"relative error {row['error']:.1e}"}
+    except PinError as error:
+        row |= {"status": "n/a", "why": str(error)}
     except RankError as error:
         row |= {"status": "FAILED", "why": str(error)}
     return row
+
+
+def _ranks(pin: Mapping[str, Any]) -> int:
+    return math.prod(pin.get(axis, 1) for axis in ("pipeline", "data", "expert", "tensor"))
 
 
 def trained(name: str, document: Mapping[str, Any]) -> float:
@@ -139,7 +151,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """A row for each pin, a column for each model."""
     found = {(row["model"], str(row["pin"])): row for row in rows}
     lines = []
-    for pin in (*cells(), *({**pin, "processes": 8 if "data" in pin else 4} for pin in TRAINED)):
+    for pin in (*cells(), *({**pin, "processes": _ranks(pin)} for pin in TRAINED)):
         each = [found[model, str(dict(pin))] for model in MODELS]
         errors = [f"{row['error']:.0e}" if row["status"] == "equal" else row["status"] for row in each]
         told = ", ".join(f"{name} {value}" for name, value in pin.items())

@@ -2,12 +2,13 @@
 
 A row is one piece of memory: its weights, and what the optimizer keeps of them. Before a look-up the rows that are
 missing are fetched, in place of those that are looked up least often; rows that were updated are written back when they
-leave.
+leave, on a thread: what is to be read from home, and written there, goes on in order while the device computes.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -147,6 +148,7 @@ class CachedEmbeddingBag(nn.Module):
         self._steps = 0
         self._looked: list[_Looked] = []
         self._fetching: _Fetching | None = None
+        self._behind: Future[Any] | None = None
         self.reset_parameters()
 
     def extra_repr(self) -> str:
@@ -158,6 +160,7 @@ class CachedEmbeddingBag(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """As ``nn.EmbeddingBag`` does, with a new optimizer state."""
+        self._settle()
         features = self._columns[0]
         for first in range(0, self.table.rows, PIECE):
             self._home[first : first + PIECE, features].normal_()
@@ -172,6 +175,7 @@ class CachedEmbeddingBag(nn.Module):
             InputError: they have another shape or dtype.
         """
         self._check_like(weight, self._home[:, self._columns[0]], "weights")
+        self._settle()
         self._home[:, self._columns[0]] = weight
         self._home[:, self._columns[0].stop :] = 0
         self._begin()
@@ -206,6 +210,7 @@ class CachedEmbeddingBag(nn.Module):
             InputError: it is of another.
         """
         self._check_like(state["rows"], self._home, "weights with the optimizer's state")
+        self._settle()
         self._home.copy_(state["rows"])
         self._begin(state["steps"])
 
@@ -233,15 +238,13 @@ class CachedEmbeddingBag(nn.Module):
         return F.embedding_bag(inverse.to(self._cache.device), values, mode=self.mode)
 
     def prefetch(self, ids: Tensor) -> None:
-        """Read the rows that the next batch misses from home, on a thread, while this one computes.
+        """Read the rows that the next batch misses from home while this one computes.
 
         Call it between the look-ups of both.
         """
         rows, _ = self._distinct(ids)
         missing = rows[self._slot_of[rows] == ABSENT]
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"rows of {self.table.name}")
-        self._fetching = _Fetching(missing, thread.submit(self._home.__getitem__, missing))
-        thread.shutdown(wait=False)
+        self._fetching = _Fetching(missing, self._submit(lambda: self._home[missing]))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -268,6 +271,12 @@ class CachedEmbeddingBag(nn.Module):
     def write_back(self) -> None:
         """Bring the home up to date; rows stay on the device."""
         self._write(self._is_updated.nonzero().flatten())
+        self._settle()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies are made of; nothing is on its way in them."""
+        self._settle()
+        return {**self.__dict__, "_fetching": None}
 
     # ---- rows on the device ------------------------------------------------------------------------------------------
 
@@ -329,14 +338,14 @@ class CachedEmbeddingBag(nn.Module):
         """
         fetching, self._fetching = self._fetching, None
         if fetching is None:
-            return self._home[missing]
+            return self._submit(lambda: self._home[missing]).result()
         values = fetching.values.result()
         if torch.equal(fetching.rows, missing):
             return values
         found = torch.isin(missing, fetching.rows)
         fetched = self._home.new_empty(len(missing), self._home.shape[1])
         fetched[found] = values[torch.isin(fetching.rows, missing)]
-        fetched[~found] = self._home[missing[~found]]
+        fetched[~found] = self._submit(lambda: self._home[missing[~found]]).result()
         return fetched
 
     def _put(self, rows: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -345,9 +354,32 @@ class CachedEmbeddingBag(nn.Module):
         self._is_updated[slots] = False
 
     def _write(self, slots: Tensor) -> None:
-        """Rows to their home, which is then up to date with them."""
-        self._home[self._row_in[slots]] = self._cache[slots.to(self._cache.device)].cpu()
-        self._is_updated[slots] = False
+        """Have rows written to their home; what reads them there does so after."""
+        if len(slots):
+            rows, values = self._row_in[slots], self._cache[slots.to(self._cache.device)].cpu()
+            self._submit(lambda: self._home.__setitem__(rows, values))
+            self._is_updated[slots] = False
+
+    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Read from home, or write there, on a thread, after all that is to be read and written already."""
+        before = self._behind
+
+        def run() -> Any:
+            if before is not None:
+                before.result()
+            with torch.no_grad():
+                return work()
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"rows of {self.table.name}")
+        self._behind = thread.submit(run)
+        thread.shutdown(wait=False)
+        return self._behind
+
+    def _settle(self) -> None:
+        """Wait for what is to be read from home and written there."""
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.result()
 
 
 def _refuse_ranks(table: EmbeddingTable) -> None:

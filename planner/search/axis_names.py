@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.formulation.assignment import Assignment
-from planner.formulation.constraints.labels import Labels, label_blocks
+from planner.formulation.constraints.labels import Labels, label_blocks, sharded_parts
 from planner.formulation.constraints.pins import FREE_AXES
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Mesh, Shard
@@ -25,7 +25,7 @@ from planner.search.search_context import SearchContext
 IDLE = "idle"
 """An axis on which everything that weighs runs whole, on every rank alike."""
 EXPERTS = ("expert", "expert_tensor")
-NAMED = (("data", "batch"), ("context", "context"), *zip(EXPERTS, ("expert", "expert features"), strict=True))
+NAMED = (*zip(EXPERTS, ("expert", "expert features"), strict=True), ("data", "batch"), ("context", "context"))
 """Names of axes, and the labels of what they shard; what else is sharded are weights."""
 
 
@@ -73,9 +73,10 @@ def _meanings(assignment: Assignment) -> list[str]:
 
 def _shards(assignment: Assignment, node: Node, strategy: AxisStrategy, shards: Mapping[str, Labels]) -> str:
     """The name for an axis that does the same with every operator."""
-    part, rule = (strategy.factor, strategy.outer), assignment.space.rules[node.name]
+    rule = assignment.space.rules[node.name]
+    parts = sharded_parts(rule, strategy)
     for name, labels in shards.items():
-        if part in labels.parts(node, rule):
+        if not parts.isdisjoint(labels.parts(node, rule)):
             return name
     return "tensor"
 

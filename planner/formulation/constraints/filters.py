@@ -197,7 +197,7 @@ def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, rules: Mapping[str, Rule
         if which in shared and which != "batch"
     ]
     if pins.whole_experts is not None:
-        each, experts = pins.sizes["tensor"], pins.sizes.get("expert", 1)
+        each, experts = pins.sizes.get("tensor", 1), pins.sizes.get("expert", 1)
         wanted.append(("expert features", 1 if pins.whole_experts else each, "pin 'expert_tensor'", "is {ranks}"))
         if pins.whole_experts:
             beside = f"pin 'tensor' {each}" + f" and pin 'expert' {experts}" * (experts > 1)

@@ -228,7 +228,7 @@ class Pins:
         if self.context_kind is not None:
             found["context_kind"] = self.context_kind
         if self.whole_experts is not None:
-            found["expert_tensor"] = 1 if self.whole_experts else self.sizes["tensor"]
+            found["expert_tensor"] = 1 if self.whole_experts else self.sizes.get("tensor", 1)
         if self.zero is not None:
             found["zero"] = dict(self.zero) if isinstance(self.zero, Mapping) else self.zero
         if self.recompute is not None:

@@ -30,9 +30,11 @@ WEIGHS = 0.02
 LOOKED_UP = ("vocabulary", "features", LABELS["table"].word)
 """Words for look-ups of which each rank of an axis has some rows, features or tables."""
 DISPATCHED = "dispatch"
-"""The word for experts that are shared together with the batch, whose tokens go to where they are."""
+"""The word for experts that are shared together with tokens, which go to where they are."""
 EXPERTS, FEATURES = LABELS["expert"].word, LABELS["expert features"].word
-"""Words for experts that are shared, or each of them, and see all tokens; the axis may share anything in all else."""
+"""Words for experts that are shared, or each of them, and see all tokens.
+
+Beside any of these three the axis may share anything in all else, and is called for that."""
 SHARED = (DISPATCHED, EXPERTS)
 """Words for mixtures of which each rank of an axis has some experts."""
 WHOLE = ("whole", "terms")
@@ -135,12 +137,11 @@ def _kind(axis: Axis, work: Mapping[str, int]) -> str:
     if not work:
         name = axis.name.partition("_")[0]
         return {"replicate": "data"}.get(name, name)
-    shares = {"data": work.get("batch", 0) + work.get(DISPATCHED, 0)}
-    shares["context"] = sum(work.get(word, 0) for word in SEQUENCE)
-    beside = sum(work.get(word, 0) for word in (*WHOLE, HEADS, EXPERTS, FEATURES))
+    shares = {"data": work.get("batch", 0), "context": sum(work.get(word, 0) for word in SEQUENCE)}
+    beside = sum(work.get(word, 0) for word in (*WHOLE, HEADS, *SHARED, FEATURES))
     shares["tensor"] = sum(work.values()) - sum(shares.values()) - beside
     kind = max(shares, key=lambda name: shares[name])
-    return kind if shares[kind] else "idle"
+    return kind if shares[kind] else "data" if work.get(DISPATCHED) else "idle"
 
 
 def _attends(document: Document, axes: Sequence[int]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,44 @@ def test_a_table_on_disk_trains_alike_and_is_saved(tmp_path: Path) -> None:
         loss_of(each(batches(1)[0]), 0).backward()
         each.step()
     assert torch.equal(resumed.weight, on_disk.weight)
+
+
+class HeldHome:
+    """A home whose rows are written when they are let go."""
+
+    def __init__(self, home: Tensor):
+        self.home, self.goes, self.written = home, threading.Event(), 0
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        return self.home[rows]
+
+    def __setitem__(self, rows: Tensor, values: Tensor) -> None:
+        assert self.goes.wait(60)
+        self.home[rows] = values
+        self.written += len(rows)
+
+
+def test_a_look_up_does_not_wait_for_rows_that_leave() -> None:
+    """They are written while the device computes, and read only after; copies are made of what has settled."""
+    ours, drawn = CachedEmbeddingBag(table(), CAPACITY, optimizer="sgd", lr=0.1), batches(20)
+    theirs, optimizer = plain("sgd", ours.weight, "sum")
+    home = HeldHome(ours._home)
+    ours._home = home  # type: ignore[assignment]
+    for number, ids in enumerate(drawn):
+        found = ours(ids)
+        if ours.moved.written_back and not home.goes.is_set():
+            assert home.written == 0
+            home.goes.set()
+        theirs.weight.grad = None
+        for bags in (found, theirs(ids)):
+            loss_of(bags, number).backward()
+        ours.step()
+        optimizer.step()
+    assert home.goes.is_set()
+    ours.prefetch(drawn[0])
+    ours._home = home.home
+    copied = copy.deepcopy(ours)
+    assert home.written == ours.moved.written_back and torch.equal(copied.weight, theirs.weight)
 
 
 class Looking(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -147,17 +148,17 @@ class Chosen(nn.Module):
 
 
 @pytest.mark.parametrize("wanted", ["invariant", "t", "f", "e", "t.dispatch"])
-@pytest.mark.parametrize("expert", [9, 4, -1])
-def test_an_expert_that_does_not_exist_is_refused_however_they_run(wanted: str, expert: int) -> None:
+def test_an_expert_that_does_not_exist_is_refused_however_they_run(wanted: str) -> None:
     batch = {"x": torch.randn(16, WIDTH), "indices": torch.arange(32).view(16, 2) % 4}
     ref = reference(Chosen(), None, batch)
     pins = Pins.parse({"layers": {"": {"all": wanted}}})
     assignment = decide_on(ref.traced, Mesh.of(all=2), ClusterSpec.local(2), pins)
     assert simulate(ref, assignment).agrees()
-    wrong = batch["indices"].clone()
-    wrong[5, 1] = expert
-    with pytest.raises(InputError, match=f"goes to expert {expert}; there are 4, numbered from 0"):
-        simulate(replace(ref, kwargs={**ref.kwargs, "indices": wrong}), assignment)
+    for expert in (9, 4, -1):
+        wrong = batch["indices"].clone()
+        wrong[5, 1] = expert
+        with pytest.raises(InputError, match=f"goes to expert {expert}; there are 4, numbered from 0"):
+            simulate(replace(ref, kwargs={**ref.kwargs, "indices": wrong}), assignment)
 
 
 def test_more_choices_than_ranks() -> None:
@@ -352,12 +353,18 @@ def test_pinned_ranks_share_each_expert_or_have_whole_ones(name: str, pin: dict[
     assert found.agreement is not None and found.agreement.agrees() and plan.pin == pin
 
 
-def test_an_axis_of_experts_that_see_all_tokens_is_called_for_what_it_does_else() -> None:
-    """Experts have most of the work, and the batch is shared in all else."""
-    batch = {name: torch.randn(16, WIDTH) for name in ("x", "y")}
-    pin = {"data": 2, "layers": {"": {"data": "e"}}}
-    told = " ".join(str(autopar.plan(Mixture(8, 7), ClusterSpec.local(2), example_kwargs=batch, pin=pin)).split())
-    assert "Shards experts over all 2 processes (expert parallel), copies the model over all 2 processes (data " in told
+@pytest.mark.parametrize("pin, told", [
+    ({"data": 2, "layers": {"*.experts": {"data": "e"}}},
+     "Shards experts over all 2 processes (expert parallel), copies the model over all 2 processes (data parallel)"),
+    ({"expert_tensor": 2},
+     "Shards each expert over all 2 processes (expert tensor parallel), copies the model over all 2 processes (data "),
+    ({"tensor": 2, "layers": {"*.experts": {"tensor": "t.dispatch/8"}}, "sequence_parallel": True},
+     "Shards experts over all 2 processes (expert parallel), splits weights over all 2 processes (tensor parallel, "),
+], ids=str)  # fmt: skip
+def test_an_axis_of_experts_is_called_for_what_it_does_else(pin: dict[str, Any], told: str) -> None:
+    """Experts have most of the work."""
+    model, batch = MODELS["mixtral"].build()
+    assert told in " ".join(str(autopar.plan(model, ClusterSpec.local(2), example_kwargs=batch, pin=pin)).split())
 
 
 @pytest.mark.parametrize("way", ["t.dispach", "e.dispatch", "e/2", "dispatch", "k", "t.dispatch/3"])

@@ -28,7 +28,7 @@ CELLS = [
     ("bloom", "2", "random 0"),
     ("llama", "2x2", "data x context"),
     ("llama", "2x4", "search, slow devices"),
-    ("mixtral", "2x2", "data x tensor"),
+    ("mixtral", "2x2", "random 0"),
     ("mixtral", "2x2", "expert x tensor"),
     ("qwen2-moe", "2x2", "data x tensor, zero 3"),
     ("qwen2-moe", "2", "random 1"),

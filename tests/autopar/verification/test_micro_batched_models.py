@@ -280,6 +280,10 @@ class Keeping(Perceptron):
 ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     "gpt2": (models.gpt2, text),
     "llama": (models.llama, padded),
+    "mixtral": (models.mixtral, text),
+    "qwen2-moe": (models.qwen2_moe, text),
+    "qwen3-moe": (models.qwen3_moe, text),
+    "deepseek-v3": (models.deepseek_v3, text),
     "gpt-oss": (models.gpt_oss, text),
     "bert": (models.bert, padded),
     "t5": (t5, padded),
