@@ -261,6 +261,11 @@ def _context_kind(value: object, sizes: Mapping[str, int]) -> ContextKind | None
         return None
     for kind in CONTEXT_KINDS:
         if value == kind:
+            if kind == "hybrid" and sizes.get("ulysses") == 1:
+                raise PinError(
+                    "pin 'context_kind' is 'hybrid', whose ranks share heads too, and pin 'ulysses' is 1: pin "
+                    "'ulysses' above 1, or leave it out to have it chosen, or pin 'zigzag' or 'ring'"
+                )
             if sizes.get("context", 1) == 1:
                 raise PinError(
                     f"pin 'context_kind' is {value!r}, which says how the ranks of the context axis attend to one "

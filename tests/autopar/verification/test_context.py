@@ -20,7 +20,7 @@ from tests.autopar.models import Batch
 from tests.autopar.workers import cluster_of
 
 LENGTH, SMALL = 16, {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-OTHERS = ("data", "tensor", "pipeline")
+OTHERS = ("data", "tensor", "pipeline", "ulysses")
 
 
 def qwen3() -> nn.Module:
@@ -75,7 +75,7 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]]
         {"context": 2, "context_kind": "zigzag", "pipeline": 2, "micro_batches": 2, "recompute": "full"},
     ),
     (qwen3, text, {"context": 2, "context_kind": "zigzag_gather", "tensor": 2}),
-    (models.llama, text, {"context": 4, "context_kind": "hybrid"}),
+    (models.llama, text, {"context": 2, "ulysses": 2, "context_kind": "zigzag"}),
     (bert, padded, {"context": 4, "context_kind": "hybrid"}),
     (models.llama, text, {"context": 2, "context_kind": "gather", "tensor": 2, "recompute": "full"}),
     (in_parts, text, {"context": 4, "context_kind": "zigzag", "zero": 3, "recompute": "full"}),

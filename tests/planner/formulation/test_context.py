@@ -12,6 +12,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import Attention
 from planner.cost.model import CostModel
 from planner.formulation.choices import choices_of
+from planner.formulation.constraints.context import with_ulysses
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.strategies import axis_ways, rule_of, rules_of
 from planner.ir.graph import Graph, Ref
@@ -91,6 +92,19 @@ def test_volume_of_a_hybrid() -> None:
     assert by_axis == {"context": ring, "ulysses": shared}
     told = "(context parallel: hybrid of Ulysses and ring attention)"
     assert f"Splits the sequence over the 4 GPUs of a node and over 2 nodes {told}" in unwrapped(plan)
+
+
+@pytest.mark.parametrize("heads, kv, tensor, shared", [(8, 4, 1, 4), (12, 12, 2, 2), (8, 4, 2, 4), (8, 4, 4, 2)])
+def test_a_hybrid_leaves_heads_to_the_tensor_axis(heads: int, kv: int, tensor: int, shared: int) -> None:
+    """Of twelve heads two times two are taken, of four groups of two the groups by one axis, and the two by the other;
+    nodes have eight devices.
+    """
+    spec = ClusterSpec.preset("dgx-h100", nodes=tensor)
+    pins = Pins.parse({"context": 8, "tensor": tensor, "context_kind": "hybrid"})
+    assert with_ulysses(pins, layer(heads, kv), spec).sizes["ulysses"] == shared
+    wide = Pins.parse({"context": 8, "tensor": 16, "context_kind": "hybrid"})
+    with pytest.raises(PinError, match="what 16 ranks of tensor parallelism leave of the 8 devices of a node"):
+        with_ulysses(wide, layer(), spec)
 
 
 def test_calls() -> None:
