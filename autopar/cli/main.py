@@ -416,15 +416,13 @@ def _check_folder(folder: Path | None) -> None:
 
 
 def _write_curve(curve: ParetoCurve[Plan], folder: Path, html: Path | None) -> None:
-    """Write the plan of every point, the leanest first, and the page with the curve; remove those of a longer one."""
+    """Write the plan of every point, the leanest first, and the page with the curve; say which plans are older."""
     folder.mkdir(exist_ok=True)
     for number, point in enumerate(curve.points):
         point.plan.save(folder / f"plan_{number}.json")
-    number = len(curve.points)
-    while (earlier := folder / f"plan_{number}.json").exists():
-        earlier.unlink()
-        number += 1
     typer.echo(f"written: {folder}, plan_0.json to plan_{len(curve.points) - 1}.json", err=True)
+    if earlier := sorted({*folder.glob("plan_*.json")} - {folder / f"plan_{n}.json" for n in range(len(curve.points))}):
+        typer.echo(f"not of this curve: {', '.join(path.name for path in earlier)}, which were there before", err=True)
     if html is not None:
         curve.save_html(html)
         typer.echo(f"written: {html}, with the curve", err=True)

@@ -107,7 +107,7 @@ def _indices(rows: slice | Tensor, size: int) -> Tensor:
     return torch.arange(size)[rows]
 
 
-def cut_from(tables: Mapping[str, Tensor], name: str) -> Cut | None:
+def _cut_from(tables: Mapping[str, Tensor], name: str) -> Cut | None:
     """What cuts rows and columns out of one of some tables, if it is there."""
     return tables[name].detach().__getitem__ if name in tables else None
 
@@ -136,5 +136,5 @@ def joined(slabs: Sequence[Slabs], tensors: Mapping[str, Tensor]) -> dict[str, T
                 f"{' and '.join(sorted(missing))} missing, in slabs with {', '.join(tables)}: give all of them"
             )
         whole = tuple(slice(0, size) for size in each.shape)
-        found[each.name] = each.local(whole, partial(cut_from, tables))
+        found[each.name] = each.local(whole, partial(_cut_from, tables))
     return found

@@ -577,10 +577,11 @@ class ParallelModule(Fronts):
                 continue
             tables = {name: state_dict[name] for name in slabs.tables if name in state_dict}
             missing = [name for name in slabs.tables if name not in tables]
-            if tables and missing and strict:
+            if missing and strict:
+                beside = f", in slabs with {', '.join(tables)}" * bool(tables)
                 raise InputError(
-                    f"{' and '.join(missing)} missing, in slabs with {', '.join(tables)}: give all of them, or load "
-                    "those that are there with strict=False"
+                    f"{' and '.join(missing)} missing{beside}: give all of them, or load what is there with "
+                    "strict=False"
                 )
             if tables:
                 layout = self._leaf_names[slabs.name].layout

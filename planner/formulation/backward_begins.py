@@ -1,8 +1,8 @@
-"""What is there at least when backward of a block begins, beside all that forward saved.
+"""A lower bound on the memory that a block's backward needs beyond the activations that forward saved.
 
 While an operator runs its backward, gradients of what it delivers and of what it read are there. What operators behind
-it saved may be gone by then, at most; what others saved is not. That is so whatever the block recomputes: what is made
-again is there in addition, until the operator that needs it has run.
+it saved may be gone by then, at most, each in a copy of its own; what others saved is not. That is so whatever the
+block recomputes: what is made again is there in addition, until the operator that needs it has run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from planner.formulation.search_space import Space
 from planner.formulation.variables import Variable
-from planner.ir.graph import Ref
 from planner.solve.problem import Ints
 
 
@@ -21,7 +20,7 @@ def least_working_bytes(space: Space, kind: int, kept: Mapping[Variable, Ints]) 
     Args:
         kept: the numbers of the choices of each operator that count.
     """
-    backward, most, gone = space.decision_graph.blocks.backward(kind), 0, dict[Ref, int]()
+    backward, most, gone = space.decision_graph.blocks.backward(kind), 0, 0
     for at, node in reversed([*enumerate(backward.nodes)]):
         variable = space.variable_of[node.name]
         options, numbers = space.options[variable], kept[variable]
@@ -31,9 +30,7 @@ def least_working_bytes(space: Space, kind: int, kept: Mapping[Variable, Ints]) 
         needed = sizes[gradients].sum(axis=0)
         if working.works:
             needed = needed + working.works * sizes[list(working.like)].max(axis=0)
-        most = max(most, int(needed.min()) - sum(gone.values()))
+        most = max(most, int(needed.min()) - gone)
         gathered = () if space.unsharding.once_per_step else working.parameters
-        for place in {*backward.saved[at], *backward.own_places(at), *gathered}:
-            ref = backward.origin(at, place)
-            gone[ref] = max(gone.get(ref, 0), int(sizes[place].max()))
+        gone += sum(int(sizes[place].max()) for place in {*backward.saved[at], *backward.own_places(at), *gathered})
     return max(0, most)

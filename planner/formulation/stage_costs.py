@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -45,6 +46,7 @@ from planner.formulation.decisions import AsMade, Flow
 from planner.formulation.remat.levels import NOTHING, Amount, Level, Levels, Recompute
 from planner.formulation.search_space import Space
 from planner.formulation.variables import Variable
+from planner.ir.graph import Node, Ref
 from planner.solve.choices.model import Mask, arc_consistent
 from planner.solve.pipeline.master import Prices, Variant
 from planner.solve.problem import Floats, Ints
@@ -66,6 +68,7 @@ class StageCosts:
         self.levels: tuple[Level, ...] = levels.computed(self.body) if space.unsharding.once_per_step else own
         self.count = len(kinds[self.body])
         self._least = tuple(levels.computed(kind)[-1] for kind in range(len(kinds)))
+        self._saved_before: dict[Ref, bool] = {}
         last = len(self.folded.instances) - 1
         self._places = dict.fromkeys(range(len(kinds)), ANYWHERE)
         if self.folded.instances[last].kind != self.body and len(kinds[self.folded.instances[last].kind]) == 1:
@@ -222,11 +225,55 @@ class StageCosts:
         parts[COVER] = backward * space.overlap * times
         if place == BODY:
             again = np.array([float(space.decision_graph.runs_again(variable, each)) for each in self.amounts])
-            saved = np.array([space.held_by(variable, node, options, each) for each in self.amounts], float)
+            saved = np.array([self._saved(variable, node, each) for each in self.amounts], float)
         else:
-            held = np.min([space.held_by(variable, node, options, each) for each in self.least_amounts], axis=0)
+            held = np.min([self._saved(variable, node, each) for each in self.least_amounts], axis=0)
             saved = np.tile(held.astype(float), (count, 1))
         return Costs(place, parts, again, saved, wall, transient=transient.astype(np.float64))
+
+    def _saved(self, variable: Variable, node: Node, amount: Recompute) -> Floats:
+        """Bytes that the members of an operator's variable save of a micro-batch, at least, for each of its choices.
+
+        A block that recomputes saves what enters it as it is handed on, in whichever layout. Blocks may recompute more
+        or less than those before them: what one of these saves at any level is left out.
+        """
+        space, options = self.space, self.space.options[variable]
+        blocks, kind, at = space.decision_graph.blocks, cast(int, variable[1]), cast(int, variable[2])
+        backward, sizes, found = blocks.backward(kind), space.sizes_of(node, options), np.zeros(len(options))
+        usual = {place for places, times in blocks.charged(NOTHING)[variable].items() if times for place in places}
+        for places, times in blocks.charged(amount)[variable].items():
+            for place in places:
+                origin = backward.origin(at, place)
+                if origin.node in backward.at_of:
+                    found += times * sizes[place]
+                elif (place in usual or self._readers[origin] == 1) and not self._is_saved_before(origin):
+                    is_whole = not amount.without_gathered()
+                    found += times * (sizes[place] if is_whole else float(space.table(origin).held.min()))
+        return found
+
+    @cached_property
+    def _readers(self) -> Counter[Ref]:
+        """How many blocks read each value that is handed on, or a leaf."""
+        return Counter(ref for instance in self.folded.instances for ref in dict.fromkeys(instance.block.inputs))
+
+    def _is_saved_before(self, ref: Ref) -> bool:
+        """Whether the block that makes a value saves it at some level."""
+        if ref not in self._saved_before:
+            self._saved_before[ref] = not self.space.graph.by_name[ref.node].is_leaf and self._saves(ref)
+        return self._saved_before[ref]
+
+    def _saves(self, ref: Ref) -> bool:
+        blocks = self.space.decision_graph.blocks
+        number, at = blocks.seat[ref.node]
+        instance = self.folded.instances[number]
+        backward, nodes = blocks.backward(instance.kind), instance.block.nodes
+        made = backward.origin(at, len(nodes[at].inputs) + ref.index)
+        return any(
+            backward.origin(number, place) == made
+            for amount in self.amounts
+            for number, node in enumerate(nodes)
+            for place in blocks.charge(node, amount)
+        )
 
     @cached_property
     def _pairs(self) -> dict[tuple[int, int], list[Costs]]:

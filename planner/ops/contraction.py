@@ -30,7 +30,8 @@ def linear(node: Node, operands: Operands) -> Rule:
         addends=addends,
         linear=[{0, *addends}, {1, *addends}],
     )
-    return replace(rule, ways=streamed(operands, rule)) if {*leading[-1:], *out, "k"} <= rule.sizes.keys() else rule
+    is_matrix = bool(leading) and {leading[-1], "n", "k"} <= rule.sizes.keys()
+    return replace(rule, ways=streamed(operands, rule)) if is_matrix else rule
 
 
 RING, PANELS, SUMS = "n.ring", "n.panels", "k.ring"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from planner.ir.graph import Node, Ref, TensorType
 from planner.ir.layout import I
@@ -13,7 +15,7 @@ from planner.ops.table import Between, Row, RuleOf, Share
 
 Operands = tuple[TensorType, ...]
 HIDDEN = ("h", "h1", "h2", "h3")
-"""The factors that a norm of trailing dims runs over."""
+"""Those of the factors that a norm of trailing dims runs over which ranks may share; further ones are whole."""
 
 
 def trailing(node: Node, operands: Operands, centers: bool) -> Rule:
@@ -23,7 +25,7 @@ def trailing(node: Node, operands: Operands, centers: bool) -> Rule:
     around the common mean, which does not cancel; backward, together, the sums of ``dy`` and ``dy * x_hat``. What does
     not center has no means, and half of these.
     """
-    hidden = HIDDEN[: len(static_ints(node["normalized_shape"]))]
+    hidden = [f"h{i or ''}" for i in range(len(static_ints(node["normalized_shape"])))]
     lead = letters(len(operands[0].shape) - len(hidden))
     names = [*lead, *hidden]
     rule = signature(
@@ -31,6 +33,7 @@ def trailing(node: Node, operands: Operands, centers: bool) -> Rule:
         operands,
         [names, *([hidden] * (len(operands) - 1))],
         [names, *([names] * (len(node.results) - 1))],
+        whole={*hidden} - {*HIDDEN},
         broadcast=True,
     )
     kept = tuple(name for name in lead if name in rule.sizes)
@@ -41,7 +44,7 @@ def trailing(node: Node, operands: Operands, centers: bool) -> Rule:
         inner=(*sums, replace(average, count=len(sums), phase="backward")),
         strided=True,
     )
-    return replace(rule, ways={name: (way,) for name in hidden if name in rule.sizes})
+    return replace(rule, ways={name: (way,) for name in HIDDEN if name in rule.sizes})
 
 
 def layer_norm(node: Node, operands: Operands) -> Rule:
@@ -60,20 +63,26 @@ def whole_norm(node: Node, operands: Operands) -> Rule:
     return replace(rule, whole=rule.whole | rule.ways.keys(), ways={})
 
 
-def in_passes(node: Node, types: Sequence[TensorType], sizes: Sequence[int], share: Share) -> Between:
-    """What :mod:`autopar.runtime.layers.hidden_norm` has beside what a kernel has, where ranks share what a norm of
-    trailing dims runs over.
+def in_passes(node: Node, types: Sequence[TensorType], sizes: Sequence[int], share: Share, centers: bool) -> Between:
+    """What a norm of trailing dims keeps of one statistic, and what :mod:`autopar.runtime.layers.hidden_norm` has
+    beside what a kernel has, where ranks share these dims.
 
-    Forward, statistics are a pass over the operand, and each step to the result two; a kernel has two in all.
-    Backward, products that are summed take four passes each, what is in place two or three; a kernel has four.
+    Forward, statistics are a pass over the operand, and centering, scaling, weight and bias two each; a kernel has two
+    in all. Backward, ``x_hat`` is made again (two, four if it is centered) and ``dy * weight`` (two, as a copy without
+    one); two products are summed, for the weight and along ``h`` (four each), and ``dy`` for the bias (one); the
+    gradient is made of these in place (three and two), and if it centers, of the sum of ``dy`` (one and two). A kernel
+    has four.
     """
-    if not any(share.parts.get(name, 1) > 1 for name in HIDDEN):
-        return Between(0, 0, 0, 0, 0)
-    item, centers = types[0].item_bytes, "layer_norm" in node.op
-    wide, is_narrow, affine = sizes[0] // item * max(4, item), item < 4, len(types) - 1
+    hidden, item, affine = static_ints(node["normalized_shape"]), types[0].item_bytes, len(types) - 1
+    parts = math.prod(share.parts.get(name, 1) for name in HIDDEN)
+    wide, is_narrow = sizes[0] // item * max(4, item), item < 4
+    kept = wide // (math.prod(hidden) // parts)
+    if parts == 1:
+        return Between(kept, 0, 0, 0, 0)
     forward = 1 + 2 * (1 + centers + affine) - 2
-    backward = 2 * (1 + centers) + 4 + 5 + 3 * centers + 6 * (affine > 0) + (affine > 1) - 4
-    return Between(0, 2 * is_narrow * wide, (2 + 2 * is_narrow) * wide, forward * wide, backward * wide)
+    x_hat, product, weight, bias, made = 2 + 2 * centers, 2, 4 * (affine > 0), affine > 1, 4 + 3 + 2 + 3 * centers
+    backward = x_hat + product + weight + bias + made - 4
+    return Between(kept, 2 * is_narrow * wide, (2 + 2 * is_narrow) * wide, forward * wide, backward * wide)
 
 
 def per_channel(node: Node, operands: Operands, shards: tuple[str, ...]) -> Rule:
@@ -131,9 +140,9 @@ def norm(rule: RuleOf, *saves: str) -> Row:
     return Row(rule, saves=("in0", *saves), kernel="normalization")
 
 
-def of_tokens(rule: RuleOf, *saves: str) -> Row:
+def of_tokens(rule: RuleOf, *saves: str, centers: bool) -> Row:
     """A norm of every token over its hidden dim."""
-    return replace(norm(rule, *saves), normalizes=True, between=in_passes)
+    return replace(norm(rule, *saves), normalizes=True, between=partial(in_passes, centers=centers))
 
 
 def averaged(rule: RuleOf, *saves: str) -> Row:
@@ -142,10 +151,10 @@ def averaged(rule: RuleOf, *saves: str) -> Row:
 
 
 ROWS: dict[str, Row] = {
-    **rows("layer_norm", of_tokens(layer_norm, "rows", "rows")),
-    **rows("rms_norm", of_tokens(rms_norm, "rows")),
+    **rows("layer_norm", of_tokens(layer_norm, "rows", "rows", centers=True)),
+    **rows("rms_norm", of_tokens(rms_norm, "rows", centers=False)),
     **rows("_fused_rms_norm", norm(whole_norm, "out1")),
-    **rows("native_layer_norm", of_tokens(layer_norm, "out1", "out2")),
+    **rows("native_layer_norm", of_tokens(layer_norm, "out1", "out2", centers=True)),
     **rows("group_norm", norm(group_norm)),
     **rows("instance_norm", norm(instance_norm)),
     **rows("batch_norm _native_batch_norm_legit_no_training", averaged(batch_norm)),

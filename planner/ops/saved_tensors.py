@@ -14,7 +14,6 @@ from planner.ir.graph import Node, TensorType
 from planner.ops import OPS
 from planner.ops.attention_pieces import QueryShards, scratch_bytes
 from planner.ops.function import kept
-from planner.ops.normalization import HIDDEN
 from planner.ops.table import Saved, Share
 
 FLASH = (Saved("out"), Saved("rows"))
@@ -67,7 +66,7 @@ def own_bytes(
         share: how much of it the rank has.
     """
     row = OPS.get(node.op)
-    if saved.kind == "between" and row is not None and row.between is not None:
+    if saved.kind in ("between", "rows") and row is not None and row.between is not None:
         return row.between(node, types, sizes, share).kept
     like = kept(saved, node)
     if like is not None:
@@ -79,8 +78,7 @@ def own_bytes(
     if saved.kind == "mask":  # a byte for each element on GPUs, a tensor like the operand on CPUs
         return sizes[0] if on_cpu else sizes[0] // item
     if saved.kind == "rows":
-        last = types[0].shape[-1] // share.parts.get(HIDDEN[0], 1)
-        return max(4, item) * (sizes[0] // item // last)  # in float32 at the least
+        return max(4, item) * (sizes[0] // item // types[0].shape[-1])  # in float32 at the least
     wide = _wide(types) // item
     if saved.kind == "copy":
         return wide * sizes[saved.place]

@@ -78,7 +78,8 @@ def what_forbids(space: Space) -> str:
         )
     shapes = ", ".join(str(operand.shape) for operand in space.graph.input_types(node))
     has_experts = any(row.labels.get("expert") for each in space.graph.operators if (row := OPS.get(each.op)))
-    balance = "; a loss that balances experts is a product of two such means: leave it out (docs/micro_batches.md)"
+    balance = "; if it is a loss that balances experts, a product of two such means, leave it out, see "
+    balance += "docs/micro_batches.md"
     return (
         f"{short_op(node.op)}{where} on operands of shapes {shapes} mixes samples, or reads what is known when all of "
         f"them are through (a mean over the batch){balance if has_experts else ''}: compute it outside of the model"

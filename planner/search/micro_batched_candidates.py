@@ -165,8 +165,11 @@ def _estimated(context: SearchContext, branch: Branch, best: Incumbent | None) -
     if branch.formulated is None or not is_likely:
         return branch
     found = _cut(context, branch, best)
-    known = better(best, found)
-    return found if known is best else _with_pipeline(context, found, found.choices, known, BETTER)
+    known, before = better(best, found), time.monotonic()
+    if known is not best:
+        found = _with_pipeline(context, found, found.choices, known, BETTER)
+        context.took("solve", before)
+    return found
 
 
 def _proved(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:

@@ -30,6 +30,7 @@ from autopar.runtime.layers.random import draw, draw_attention
 from autopar.runtime.layers.streamed_linear import linear
 from autopar.runtime.spmd.rank_index import Groups
 from planner.ops.attention import QUERY_WAYS, RINGS, ZIGZAGS
+from planner.ops.normalization import HIDDEN
 
 CONTRACTED = "contracted"
 
@@ -61,7 +62,7 @@ class LocalForm:
 _TOKENS = ("t", "d1", "d2", "d3")
 _CLASSES = {"class_groups": ("classes",)}
 _BATCH = {"batch_groups": ("n",)}
-_HIDDEN = {"hidden_groups": ("h", "h1", "h2", "h3")}
+_HIDDEN = {"hidden_groups": HIDDEN}
 _GROUPED = LocalForm(grouped_convolution, {"channel_groups": ("g",)}, takes_op=True)
 _MEAN = LocalForm(partial_mean, {"contracted_groups": (CONTRACTED,)}, takes_op=True)
 _NLL = LocalForm(nll_loss, {"token_groups": _TOKENS}, takes_op=True)

@@ -42,9 +42,10 @@ def vocab_embedding(
     if not vocab_groups:
         try:
             return torch.ops.aten.embedding.default(weight, indices, padding_idx, scale_grad_by_freq, sparse)
-        except IndexError:
-            check_ids(indices, weight.shape[0], rows_of_table(path))
-            raise
+        except IndexError as error:
+            failed = error
+        check_ids(indices, weight.shape[0], rows_of_table(path))
+        raise failed
     assert not scale_grad_by_freq and not sparse, "counts of ids and sparse gradients keep the vocabulary whole"
     rows = weight.shape[0] * ranks(vocab_groups)
     check_ids(indices, rows, rows_of_table(path))

@@ -57,9 +57,11 @@ def sharded_embedding_bag(
     if not vocab_groups and not id_groups:
         try:
             return embedding_bag(weight, indices, starts, per_sample_weights, mode, padding_idx, scale_grad_by_freq)
-        except RuntimeError:
+        except RuntimeError as error:
+            failed = error
+        if indices.device.type == "cpu":
             check_ids(indices, weight.shape[0], rows_of_table(path))
-            raise
+        raise failed
     assert not scale_grad_by_freq, "counts of ids keep the table whole"
     begins = _local_starts(starts, indices, id_groups)
     if vocab_groups:

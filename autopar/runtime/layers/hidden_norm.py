@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from string import ascii_lowercase
 from typing import Any
 
 import spmd_types as spmd
@@ -150,7 +151,7 @@ class _HiddenNorm(torch.autograd.Function):
     def spmd_typecheck(
         *, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, groups: Groups, centers: bool
     ) -> Any:
-        hidden = "abcd"[:dims]
+        hidden = ascii_lowercase[:dims]
         y = spmd.rules.einsum(f"...{hidden}->...{hidden}", x)
         for affine in (weight, bias):
             if affine is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.graph.slabs import Slabs, cut_from
+from autopar.graph.slabs import Cut, Slabs
 from autopar.runtime.host.disk import check_there
 from autopar.runtime.host.pages import READ, WRITE
 from autopar.runtime.spmd.mesh import as_dtensor, part_of, rows_of, whole_of
@@ -82,11 +81,17 @@ def slabs_like(
         DiskError: the slabs are in a file that cannot be read, or be written.
     """
     slabs.check(tables)
-    whole = {name: _whole(name, each) if isinstance(each, DTensor) else each for name, each in tables.items()}
+
+    def of_table(name: str) -> Cut | None:
+        given = tables.get(name)
+        if given is None:
+            return None
+        return (_whole(name, given) if isinstance(given, DTensor) else given).detach().__getitem__
+
     here = own._local_tensor if isinstance(own, DTensor) else own
     check_there(here, READ, slabs.name, UNCHANGED)
     check_there(here, WRITE, slabs.name, UNCHANGED)
-    part = slabs.local(rows_of(slabs.shape, layout, mesh, rank), partial(cut_from, whole), here)
+    part = slabs.local(rows_of(slabs.shape, layout, mesh, rank), of_table, here)
     if not isinstance(own, DTensor):
         return part
     return as_dtensor(part, own.device_mesh, own.placements, own.shape, own.stride())

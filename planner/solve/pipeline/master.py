@@ -175,17 +175,16 @@ class Master:
         self._rooms: list[pywraplp.Constraint] = []
         working = (*(working_bytes or (0.0,) * stages), 0.0)
         if limit_bytes is not None:
-            for of_rank, moments in self.pipeline.moments:
+            for of_rank, moments in self.pipeline.certain_moments:
                 for moment in moments:
-                    if moment.added:  # what is held counts gradients, too
-                        part = 1.0 - working[moment.backward] / max(1.0, limit_bytes)
-                        self._moments.append((of_rank, np.array(moment.counts, float), part))
-                        room = program.Constraint(-program.infinity(), part)
-                        room.SetCoefficient(self._over, -1.0)
-                        self._rooms.append(room)
-                        for stage, count in zip(of_rank, moment.counts, strict=True):
-                            room.SetCoefficient(self._totals[2][stage], 1.0)
-                            room.SetCoefficient(self._totals[3][stage], float(count))
+                    left = 1.0 - working[moment.backward] / max(1.0, limit_bytes)
+                    self._moments.append((of_rank, np.array(moment.counts, float), left))
+                    room = program.Constraint(-program.infinity(), left)
+                    room.SetCoefficient(self._over, -1.0)
+                    self._rooms.append(room)
+                    for stage, count in zip(of_rank, moment.counts, strict=True):
+                        room.SetCoefficient(self._totals[2][stage], 1.0)
+                        room.SetCoefficient(self._totals[3][stage], float(count))
 
     def add(self, group: int, variant: Variant) -> None:
         """Let blocks of a group run in a variant, unless another one is no worse in anything."""
@@ -277,12 +276,12 @@ class Master:
                 backward += part * _backward(path)
                 send += part * float(path.sends.sum())
         held, saved, room_s = np.zeros(stages), np.zeros(stages), 0.0
-        for room, (of_rank, counts, part) in zip(self._rooms, self._moments, strict=True):
+        for room, (of_rank, counts, left) in zip(self._rooms, self._moments, strict=True):
             price = max(0.0, -room.dual_value()) * self._unit_s
             if price:
                 held[of_rank] += price / max(1.0, self.limit_bytes or 1.0)
                 saved[of_rank] += price * counts / max(1.0, self.limit_bytes or 1.0)
-                room_s += price * part
+                room_s += price * left
         bonus = np.array([max(0.0, row.dual_value()) for row in self._filled]) * self._unit_s
         prices = Prices(forward, backward, held, saved, bonus, room_s - float(bonus.sum()), send)
         return MasterSolution(

@@ -150,6 +150,11 @@ class Schedule:
         is_after = self.name == "gpipe" and self.micro_batches > 1
         return tuple(_moments(row, added=not is_after) for row in self.rows)
 
+    @cached_property
+    def certain_moments(self) -> tuple[tuple[InFlight, ...], ...]:
+        """The same, of moments as they are: ``added`` are those at which the gradients of all its stages are there."""
+        return tuple(_moments(row) for row in self.rows)
+
 
 @lru_cache(maxsize=256)
 def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> Schedule:
@@ -187,6 +192,11 @@ def period(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> in
 def fullest(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[InFlight, ...], ...]:
     """:attr:`Schedule.moments` by the schedule's name: those of a shorter step, since longer ones hold no more."""
     return shortened(name, ranks, micro_batches, virtual_stages).moments
+
+
+def certain(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[InFlight, ...], ...]:
+    """:attr:`Schedule.certain_moments` by the schedule's name, likewise."""
+    return shortened(name, ranks, micro_batches, virtual_stages).certain_moments
 
 
 def shortened(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> Schedule:
@@ -417,11 +427,18 @@ def _flow(found: Schedule) -> Flow:
     return Flow(tuple(actions), tuple(ranks), tuple(before), tuple(needs))
 
 
-def _moments(row: tuple[Action, ...], *, added: bool) -> tuple[InFlight, ...]:
-    """The fullest moments of a rank; ``added``: as if gradients were there from the start."""
+def _moments(row: tuple[Action, ...], *, added: bool | None = None) -> tuple[InFlight, ...]:
+    """The fullest moments of a rank.
+
+    Args:
+        added: as if gradients of all stages were there from the start, or from the end of the first backward on; left
+            out: each when its stage's first backward is over.
+    """
     stages = sorted({action.stage for action in row})
     column = {stage: i for i, stage in enumerate(stages)}
     now, met = [0] * len(stages), set[InFlight]()
+    missing = {*stages} if added is None else set[int]()
+    added = added or False
     for action in filter(is_left_over, row):
         now[column[action.stage]] += 1
     for action in row:
@@ -429,7 +446,8 @@ def _moments(row: tuple[Action, ...], *, added: bool) -> tuple[InFlight, ...]:
         now[at] += action.kind == "F"
         met.add(InFlight(tuple(now), added, action.stage if action.kind == "B" else -1))
         now[at] -= action.kind in "BW"
-        added = added or action.kind in "BW"
+        missing -= {action.stage} if action.kind in "BW" else set()
+        added = added or (action.kind in "BW" and not missing)
     found: list[InFlight] = []
     for each in sorted(met, reverse=True):
         if not any(other.covers(each) for other in found):

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from planner.base.errors import ScheduleError
-from planner.solve.pipeline.schedule import InFlight, check_fits, fullest, placed, schedule
+from planner.solve.pipeline.schedule import InFlight, certain, check_fits, fullest, placed, schedule
 from planner.solve.pipeline.simulate import Times, step_s
 
 
@@ -87,17 +87,27 @@ class Pipeline:
     @cached_property
     def moments(self) -> list[tuple[list[int], tuple[InFlight, ...]]]:
         """Each rank's stages, and what they hold at its fullest moments."""
-        held = fullest(self.schedule, self.ranks, self.micro_batches, self.virtual_stages)
-        return [
-            ([s for s, home in enumerate(self.placed) if home == rank], moments) for rank, moments in enumerate(held)
-        ]
+        return self._by_rank(fullest(self.schedule, self.ranks, self.micro_batches, self.virtual_stages))
+
+    @property
+    def certain_moments(self) -> list[tuple[list[int], list[InFlight]]]:
+        """The same where all that a rank holds always is there, gradients of all its stages included.
+
+        Of a single micro-batch what is held always is without gradients: never are all there with all that is saved.
+        """
+        found = self._by_rank(certain(self.schedule, self.ranks, self.micro_batches, self.virtual_stages))
+        return [(stages, [each for each in every if each.added or self.micro_batches == 1]) for stages, every in found]
+
+    def _by_rank(self, moments: tuple[tuple[InFlight, ...], ...]) -> list[tuple[list[int], tuple[InFlight, ...]]]:
+        return [([s for s, home in enumerate(self.placed) if home == rank], each) for rank, each in enumerate(moments)]
 
 
 @dataclass(frozen=True)
 class Cut:
     """Stage ``s`` has the blocks from ``bounds[s]`` up to, not including, ``bounds[s + 1]``.
 
-    ``savings`` numbers each block's way to save. ``bound_s`` is proved: no cut that fits takes less.
+    ``savings`` numbers each block's way to save. ``bound_s`` is proved: no cut takes less that fits with what backwards
+    have beside.
     """
 
     bounds: tuple[int, ...]

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture.capture import capture
+from autopar.capture.capture import Captured, capture
 from autopar.capture.lowering import lower
 from autopar.capture.repeats.candidates import nominate
-from autopar.driver.trace import trace
+from autopar.driver.plan import plan_traced
+from autopar.driver.trace import Traced, trace
 from autopar.graph.module_walk import ModuleWalk
 from autopar.verification.reference import reference
 from autopar.verification.verify import RTOL, simulate, space_on
@@ -20,6 +21,7 @@ from planner.base.errors import CaptureError, InputError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import assignment_of
 from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.ir.layout import Mesh
 from planner.solve.choices import solve
 from tests.autopar.capture.test_fold_forwards import Layer, Stack, Tied, X, copies
@@ -33,9 +35,8 @@ def unnumbered(graph: torch.fx.Graph) -> str:
     return re.sub(r"(\bautopar_function\.\w+?__)\d+\b", r"\1", str(graph))
 
 
-def same_graphs(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """Captured folded and whole, names and all."""
-    folded, whole = (capture(model, None, batch, fold=fold) for fold in (True, False))
+def same_graphs(folded: Captured, whole: Captured) -> None:
+    """Names and all."""
     assert lower(folded) == lower(whole)
     assert len(whole.program.calls) == 1
     assert unnumbered(folded.graph) == unnumbered(whole.graph)
@@ -49,24 +50,20 @@ FOLDED = [name for name in MODELS if name not in ("qwen2-moe", "qwen3-moe", "gpt
 
 
 @pytest.mark.parametrize("name", FOLDED)
-def test_the_graph_is_the_same_on_every_model_of_the_zoo(name: str) -> None:
-    same_graphs(*MODELS[name].build())
-
-
-@pytest.mark.parametrize("name", FOLDED)
-def test_the_plan_costs_the_same_on_every_model_of_the_zoo(name: str) -> None:
+def test_graphs_and_plans_are_the_same_on_every_model_of_the_zoo(name: str) -> None:
     model, batch = MODELS[name].build()
+    folded, whole = (trace(model, None, batch, fold=fold) for fold in ("capture", "off"))  # type: ignore[arg-type]
+    same_graphs(folded.captured, whole.captured)
 
-    def planned(fold: str) -> autopar.Plan:
-        return autopar.plan(model, CLUSTER, example_kwargs=batch, pin={"data": 2}, fold=fold)  # type: ignore[arg-type]
+    def planned(traced: Traced, fold: str) -> autopar.Plan:
+        return plan_traced(traced, CLUSTER, Pins.parse({"data": 2}), Training(), fold=fold)  # type: ignore[arg-type]
 
-    plan, unfolded = planned("capture"), planned("off")
+    plan, unfolded = planned(folded, "capture"), planned(whole, "off")
     assert unfolded.model["fingerprint"] == plan.model["fingerprint"]
     # Decided node by node, equally fast plans may differ in what they hold.
     assert unfolded.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
-    if name in ("gpt2", "resnet"):  # of the others the graphs are equal, as the test above says
-        again = planned("graph")
-        assert again.model["fingerprint"] == plan.model["fingerprint"]
+    if name in ("gpt2", "resnet"):  # of the others the graphs are equal, as was said
+        again = planned(whole, "graph")
         assert again.digest() == plan.digest()
         assert again.predicted == plan.predicted
 
@@ -81,7 +78,8 @@ def test_depth_changes_nothing_but_counts() -> None:
     shallow, deep = (capture(llama(num_hidden_layers=n), None, text(), fold=True) for n in (3, 7))
     assert (copies(shallow), copies(deep)) == (2, 6)
     assert len({c.body for c in shallow.program.calls}) == len({c.body for c in deep.program.calls})
-    same_graphs(llama(num_hidden_layers=5), text())
+    model = llama(num_hidden_layers=5)
+    same_graphs(*(capture(model, None, text(), fold=fold) for fold in (True, False)))
 
 
 def test_what_is_folded_computes_what_the_model_computes() -> None:

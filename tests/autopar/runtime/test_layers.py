@@ -413,6 +413,7 @@ def test_norm_over_a_shared_hidden_dim(op: Any, sizes: Any, factors: Any, affine
 def test_norm_over_several_shared_dims(factors: Any) -> None:
     check_layer(aten.layer_norm.default, (randn(4, 8, 6), [8, 6], randn(8, 6), randn(8, 6)), (2, 2), factors)
     check_layer(aten.rms_norm.default, (randn(4, 8, 6), [8, 6]), (2, 2), factors)
+    check_layer(aten.layer_norm.default, (randn(4, 2, 2, 2, 4, 2), [2, 2, 2, 4, 2]), (2, 2), ("h3", "d0"))
 
 
 def test_norm_in_half_precision_rounds_as_its_operator_does() -> None:

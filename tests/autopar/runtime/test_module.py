@@ -138,16 +138,26 @@ def test_live_bytes_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name, dtype, pin", [
+    *(("llama", torch.bfloat16, pin) for pin in workers.LOW_PRECISION_PINS),
+    *(("gpt2", torch.float16, pin) for pin in workers.LOW_PRECISION_PINS),
+], ids=str)  # fmt: skip
+def test_types_of_narrow_models_are_right(name: str, dtype: torch.dtype, pin: dict[str, Any]) -> None:
+    """What they compute is tested on processes."""
+    model, batch = workers.model_of(name, dtype=dtype), workers.batch_of(name)
+    plan = Plan.from_dict(workers.plan_of(name, pin, workers.ranks_of(pin), dtype=dtype))
+    traced = trace(model, None, batch, workers.loss_fn)
+    typecheck(traced.captured, assign(traced, plan))
+
+
+@pytest.mark.parametrize("name, dtype, pin", [
     ("llama", torch.bfloat16, {"tensor": 2, "sequence_parallel": True}),
     ("gpt2", torch.float16, {"data": 2, "zero": 3}),
 ], ids=str)  # fmt: skip
 def test_narrow_models_train_on_simulated_ranks(name: str, dtype: torch.dtype, pin: dict[str, Any]) -> None:
-    """As on processes, where there are more of them; here types are checked, too."""
     model, batch = workers.model_of(name, dtype=dtype), workers.batch_of(name)
     plan = Plan.from_dict(workers.plan_of(name, pin, workers.ranks_of(pin), dtype=dtype))
     traced = trace(model, None, batch, workers.loss_fn)
     assignment = assign(traced, plan)
-    typecheck(traced.captured, assignment)
     with Simulation(model, traced.captured, assignment) as simulation:
         module = simulation.module
         with count_collectives(groups_of(module.device_mesh)) as calls:

@@ -145,6 +145,10 @@ def trains_as_the_original(document: Mapping[str, Any]) -> float:
     if any(len(slabs.tables) > 1 and name in slabs.tables for slabs in pmodel.slabs):
         with pytest.raises(InputError, match=rf"missing, in slabs with {name}: .* strict=False"):
             pmodel.load_state_dict({name: state[name]})
+    others = {each: value for each, value in state.items() if "tables" not in each}
+    if pmodel.slabs:
+        with pytest.raises(InputError, match=r"tables.emb.\d.weight .*missing: give all"):
+            pmodel.load_state_dict(others)
     found = pmodel.load_state_dict({name: state[name]}, strict=False)
     assert {*found.missing_keys} == before.keys() - {name} and not found.unexpected_keys
     for each, value in pmodel.full_state_dict().items():

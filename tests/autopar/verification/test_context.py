@@ -67,14 +67,14 @@ def text() -> Batch:
 
 
 CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]] = [
-    (models.llama, text, {"context": 4, "context_kind": "ring"}),
     (models.llama, text, {"context": 4, "context_kind": "zigzag"}),
+    (models.llama, text, {"context": 2, "ulysses": 2, "context_kind": "zigzag", "recompute": "full"}),
     (
         models.llama,
         text,
         {"context": 2, "context_kind": "zigzag", "pipeline": 2, "micro_batches": 2, "recompute": "full"},
     ),
-    (qwen3, text, {"context": 2, "context_kind": "zigzag_gather", "tensor": 2}),
+    (qwen3, text, {"context": 2, "context_kind": "zigzag_gather", "tensor": 2, "recompute": "full"}),
     (models.llama, text, {"context": 2, "ulysses": 2, "context_kind": "zigzag"}),
     (bert, padded, {"context": 4, "context_kind": "hybrid"}),
     (models.llama, text, {"context": 2, "context_kind": "gather", "tensor": 2, "recompute": "full"}),

@@ -316,7 +316,7 @@ def test_experts_are_gathered_where_there_are_many_tokens(free: bool, tokens: in
 def test_a_loss_that_balances_over_the_batch_has_no_micro_batches() -> None:
     """The mean of the micro-batches' losses is another loss, and the sum of their gradients another gradient."""
     model, batch = Mixture().double(), {name: torch.randn(64, WIDTH).double() for name in ("x", "y")}
-    with pytest.raises(PinError, match=r"mixes samples, .* balances experts is a product .* or pin 'micro_batches' 1"):
+    with pytest.raises(PinError, match=r"mixes samples, .* balances experts, a product .* or pin 'micro_batches' 1"):
         autopar.plan(model, ClusterSpec.local(2), example_kwargs=batch, pin={"data": 2, "micro_batches": 2})
 
     def gradient_of_balance(x: Tensor, y: Tensor) -> Tensor:

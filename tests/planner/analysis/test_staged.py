@@ -208,6 +208,10 @@ def test_no_pipeline_beats_its_relaxation(
                         enough_s = rng.choice((math.inf, found.step_s * rng.uniform(1.0, 1.2)))
                         relaxed = bounds.of(known, enough_s, is_proof=rng.random() < 0.8)
                         assert bounds.free_s * (1 - 1e-9) <= relaxed.time_s <= found.step_s * (1 + 1e-9)
+                    costs = StageCosts(space, levels)
+                    others = [kept != choice for kept, choice in zip(costs.kept or (), choices, strict=True)]
+                    alone = PipelineBounds(costs.without(others), found.peak_bytes, least_send_s(space), waits)
+                    assert alone.of(known, math.inf).time_s <= found.step_s * (1 + 1e-9)
                     assert below.peak_bytes <= found.peak_bytes <= limit_bytes
                     assert math.fsum(found.time_s.values()) == pytest.approx(found.step_s)
                     assert sum(peak_micro_batched(assignment, found).by_use().values()) == found.peak_bytes
