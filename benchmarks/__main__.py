@@ -1,7 +1,7 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
-                     [pipeline] [schedules] [transfer schedule] [offload] [tables] [fuzz [files]]
+                     [million] [pipeline] [schedules] [transfer schedule] [offload] [tables] [fuzz [files]]
                      [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
@@ -32,6 +32,7 @@ from benchmarks import (
     largest,
     memory,
     memory_micro_batched,
+    million,
     offload,
     one_gpu,
     pipeline,
@@ -340,6 +341,34 @@ def mixtures() -> None:
     raw = [{name: value for name, value in asdict(each).items() if name != "plan_s"} for each in found]
     table = [{name: text for name, text in row.items() if name != "free"} for row in planned_runs.table(found)]
     print(record.write("planned_mixtures", "Planned mixtures of experts", notes, table, raw, facts), flush=True)
+
+
+def million_tokens() -> None:
+    """Plans for one sequence of a million tokens, and a published run of such a one."""
+    facts, found = record.circumstances(), million.plans()
+    rows = [
+        {
+            "model": each.model,
+            "GPUs": str(each.gpus),
+            "attention": each.kernel,
+            "step s": f"{each.step_s:.0f}",
+            "GiB": f"{each.peak_bytes / 2**30:.1f}",
+            "measured s": "" if each.measured_s is None else f"{each.measured_s:.0f}",
+            "error": "" if each.measured_s is None else f"{100 * (each.step_s / each.measured_s - 1):+.0f} %",
+            "measured GiB": "" if each.measured_bytes is None else f"{each.measured_bytes / 2**30:.1f}",
+            "plan": each.sentence,
+        }
+        for each in found
+    ]
+    notes = (
+        f"One sequence of {million.TOKENS:,} tokens on H100s, with logits of one in {million.PARTS} tokens at a time "
+        "(`LossInParts` in `benchmarks/million.py`), parameters sharded and layers recomputed. The published run is of "
+        "8 GPUs with keys gathered in zigzag order, its loss in chunks and activations on the host; it is priced with "
+        "these on the device, which is given the memory. The preset's rate of attention is FlashAttention-2's, which "
+        "torch runs; what the run had is not told. *flash-3*: at rates of a later kernel, "
+        f"{million.FLASH_3[0]:.0%} and {million.FLASH_3[1]:.0%} of the peak (Shah et al. 2024)."
+    )
+    print(record.write("million", "A million tokens", notes, rows, [asdict(each) for each in found], facts), flush=True)
 
 
 def families() -> None:
@@ -699,6 +728,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "published": published_runs,
     "runs": planned,
     "mixtures": mixtures,
+    "million": million_tokens,
     "family": families,
     "iopddl": problems,
     "memory": peaks,

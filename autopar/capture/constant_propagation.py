@@ -37,12 +37,13 @@ class Limits:
     Attributes:
         small: elements of the largest tensor to hold; 32 MiB of integers.
         part: elements of a large value to compute at a time, few enough that torch starts no threads for them.
-        effort: elements to compute for one large value in all; a second or two.
+        effort: elements to compute for one large value in all; some ten seconds. A causal mask over a million positions
+            takes half of that.
     """
 
     small: int = 2**22
     part: int = 2**15
-    effort: int = 2**30
+    effort: int = 2**33
 
 
 class Unknown(Exception):

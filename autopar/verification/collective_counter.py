@@ -188,12 +188,12 @@ class _CollectiveWatch(TorchDispatchMode):
             bytes_in = sum(map(_bytes_of, tensors))
             phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
             to = (given["dst"], given["tag"]) if form.kind == "send" else ()
-            kind = "send" if is_shift(given) else form.kind
+            kind = "send" if is_one_message(given) else form.kind
             self._note(_CountedCall(kind, given[form.group], bytes_in, phase, *to))
         return func(*args, **kwargs)
 
 
-def is_shift(given: Mapping[str, Any]) -> bool:
+def is_one_message(given: Mapping[str, Any]) -> bool:
     """Whether an all-to-all is one message from each rank to another (``autopar.runtime.spmd.row_exchange``: ``shift``,
     ``mirror``).
 

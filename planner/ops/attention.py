@@ -20,8 +20,14 @@ ZIGZAG = "query.zigzag"
 queries: of a causal mask all ranks then have as much."""
 ZIGZAG_RING = "query.zigzag_ring"
 """As :data:`RING`, likewise."""
-RINGS = (RING, ZIGZAG_RING)
-ZIGZAGS = (ZIGZAG, ZIGZAG_RING)
+QUERY_WAYS = {
+    QUERY: "keys gathered",
+    ZIGZAG: "keys gathered, zigzag order",
+    RING: "ring attention",
+    ZIGZAG_RING: "ring attention, zigzag order",
+}
+"""Every way to shard queries, in words."""
+RINGS, ZIGZAGS = (RING, ZIGZAG_RING), (ZIGZAG, ZIGZAG_RING)
 HEADS = ("kv", "group")
 """Factors: heads of keys and values, and heads of queries that share one."""
 

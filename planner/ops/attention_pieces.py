@@ -190,7 +190,8 @@ def scratch_bytes(
     """What attention in pieces needs while it runs, forward and backward, besides its tensors and their gradients.
 
     Forward a sum over all pieces, which becomes the result, one of the next, and that weighed; keys and values that are
-    here and that come; in backward their gradients: of its own, of those here, and those that come.
+    here and that come; in backward their gradients: of its own, of those here, and those that come. In zigzag order all
+    of that is of tensors in that order, in backward results and their gradients too.
 
     Args:
         types: of operands.
@@ -200,4 +201,8 @@ def scratch_bytes(
     wide = max(1, 4 // node.results[0].item_bytes)
     mask = sum(size // each.item_bytes for size, each in zip(sizes[3 : len(types)], types[3:], strict=True))
     held = (2 * (key + value) if goes else 0) + mask * node.results[0].item_bytes // shards.ring
-    return held + 2 * wide * out, held + wide * (query + (key + value) * (3 if goes else 1))
+    forward, backward = held + 2 * wide * out, held + wide * (query + (key + value) * (3 if goes else 1))
+    if shards.is_zigzag:
+        entered = query + (key + value if goes else 0)
+        forward, backward = forward + entered, backward + entered + 2 * out
+    return forward, backward

@@ -52,7 +52,7 @@ class FactorWay:
         alone: factors that no other axis shards.
         in_turn: the operator's kernel runs once for each rank of the axis, on what that rank has.
         pinned: it is there where a pin asks for it by name alone.
-        multiple: what a rank has of the factor is a multiple of it.
+        multiple: of so many indices of the factor a rank has a multiple: 2, if it halves them.
     """
 
     name: str = ""

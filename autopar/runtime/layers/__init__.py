@@ -29,6 +29,7 @@ from autopar.runtime.layers.normalization import (
 from autopar.runtime.layers.random import draw, draw_attention
 from autopar.runtime.layers.streamed_linear import linear
 from autopar.runtime.spmd.rank_index import Groups
+from planner.ops.attention import QUERY_WAYS, RINGS, ZIGZAGS
 from planner.ops.normalization import HIDDEN
 
 CONTRACTED = "contracted"
@@ -82,9 +83,9 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     "aten.scaled_dot_product_attention.default": LocalForm(
         attention,
         {
-            "query_groups": ("query", "query.ring", "query.zigzag", "query.zigzag_ring"),
-            "ring_groups": ("query.ring", "query.zigzag_ring"),
-            "zigzag_groups": ("query.zigzag", "query.zigzag_ring"),
+            "query_groups": tuple(QUERY_WAYS),
+            "ring_groups": RINGS,
+            "zigzag_groups": ZIGZAGS,
         },
         strips={"query_groups": "query_strips"},
     ),

@@ -48,24 +48,25 @@ SHARDED: Mapping[ContextKind, Sharded] = {
 
 def with_ulysses(pins: Pins, graph: Graph, cluster: ClusterSpec) -> Pins:
     """Pins of a hybrid that say how many of its ranks share heads, where that is left open: as many as lie in one node
-    beside the tensor axis, and divide the heads of every attention, so that a ring is left.
+    beside the tensor axis, and divide what that leaves of the heads of every attention, so that a ring is left.
 
     Raises:
         PinError: there are none.
     """
     if pins.context_kind != "hybrid" or "ulysses" in pins.sizes:
         return pins
-    ranks, node = pins.sizes["context"], cluster.levels[0].size // pins.sizes.get("tensor", 1)
+    ranks, tensor, node = pins.sizes["context"], pins.sizes.get("tensor", 1), cluster.levels[0].size
+    inside = node // tensor if node % tensor == 0 else 1
     rules = [rule_of(graph, each) for each in graph.operators if attends(each.op)]
-    parts = [part for part in range(2, ranks) if ranks % part == 0 == node % part]
-    shared = [part for part in parts if all(_heads(rule, part) for rule in rules)]
+    parts = [part for part in range(2, ranks) if ranks % part == 0 == inside % part]
+    shared = [part for part in parts if all(_are_shared(rule, part, tensor) for rule in rules)]
     if not shared:
         counts = sorted({rule.sizes.get("kv", 1) * rule.sizes.get("group", 1) for rule in rules})
         raise PinError(
             f"pin 'context_kind' is 'hybrid', but of the {ranks} ranks of pin 'context' no part can share heads and "
-            f"leave a ring: one that divides {ranks}, the {node} devices of a node for each rank of pin 'tensor', and "
-            f"the {' and '.join(map(str, counts))} heads of attention. Change pin 'context', pin 'ulysses' and "
-            "'context' by themselves, or 'context_kind' 'zigzag' or 'ring'"
+            f"leave a ring: one that divides {ranks}, what {tensor} ranks of tensor parallelism leave of the {node} "
+            f"devices of a node, and of the {' and '.join(map(str, counts))} heads of attention. Change pin 'context', "
+            "pin 'ulysses' and 'context' by themselves, or 'context_kind' 'zigzag' or 'ring'"
         )
     return replace(pins, sizes={**pins.sizes, "context": ranks // shared[-1], "ulysses": shared[-1]})
 
@@ -109,6 +110,13 @@ def _heads_to_share(kind: ContextKind | None, node: Node, rule: Rule, name: str,
             f"not divide: change pin {name!r}, {others}"
         )
     return found
+
+
+def _are_shared(rule: Rule, part: int, tensor: int) -> bool:
+    """Whether so many ranks can share heads beside those of a tensor axis, if these can share them at all."""
+    tensor = tensor if _heads(rule, tensor) else 1
+    shares = ((part * tensor, 1), (1, part * tensor), (part, tensor), (tensor, part))
+    return any(rule.sizes.get("kv", 1) % kv == 0 == rule.sizes.get("group", 1) % group for kv, group in shares)
 
 
 def _heads(rule: Rule, ranks: int) -> list[str]:

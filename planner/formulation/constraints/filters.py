@@ -304,7 +304,7 @@ def _check_weights(pins: Pins, mesh: Mesh, rules: Mapping[str, Rule], weighted: 
     if ways_of(pins.zero) & {1, 2, 3} and mesh.size > 1 and not any(r.parameters == "zero" for r in roles):
         raise PinError(
             f"pin 'zero' is {pins.zero}; it says how the {REST} axis stores parameters, and the other pins leave no "
-            f"{REST} axis: leave out or lower one of them, or 'zero'"
+            f"{REST} axis, nor one of a sequence: leave out or lower one of them, or 'zero'"
         )
     found = sorted({rules[name].sizes[factor] for name, factors in weighted.items() for factor in factors})
     shown = f"the sizes of the weights, {', '.join(map(str, found))}" if found else "no weight: the model has none"

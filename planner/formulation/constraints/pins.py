@@ -42,17 +42,17 @@ class Pins:
         sizes: ranks per recipe axis; empty when the mesh is free.
         sequence_parallel: on the tensor axis, keep norms and residuals sharded along the sequence, or (``False``)
             whole; ``None`` leaves it to the search.
-        context_kind: how the ranks of the context axis attend to one another's keys: ``gather`` them, pass them around
-            in a ``ring``, or share heads instead (``ulysses``); ``None`` leaves it to the search, for each attention.
+        context_kind: how the ranks of the context axis attend to one another's keys, see :data:`CONTEXT_KINDS`;
+            ``None`` leaves it to the search, for each attention.
         whole_experts: on the tensor axis keep experts whole, and shard what they are stacked along (``True``), or shard
             each (``False``): pin ``expert_tensor`` beside ``tensor``; ``None``: beside pin ``expert`` each is sharded,
             else it is left to the search.
-        zero: 0 stores parameters whole on the data axis, 1, 2 and 3 sharded; on the replicate axis they are whole. With
-            1 and 2, which are one, they are held as they are used from forward to backward, with micro-batches for all
-            micro-batches, with 3 gathered again in backward, with micro-batches of each micro-batch. Or that by glob of
-            module path or name, of which the first that matches counts. ``None``, or no match, leaves it to the search.
-            Where no size is pinned with it, every device of a stage is on the data axis, as if ``tensor`` were pinned
-            to 1.
+        zero: 0 stores parameters whole on the data axis and those of a sequence, 1, 2 and 3 sharded; on the replicate
+            axis they are whole. With 1 and 2, which are one, they are held as they are used from forward to backward,
+            with micro-batches for all micro-batches, with 3 gathered again in backward, with micro-batches of each
+            micro-batch. Or that by glob of module path or name, of which the first that matches counts. ``None``, or
+            no match, leaves it to the search. Where no size is pinned with it, every device of a stage is on the data
+            axis, as if ``tensor`` were pinned to 1.
         recompute: what every block that repeats recomputes in backward: ``none``, ``selective`` (all but contractions,
             convolutions and attention) or ``full``; ``None`` leaves it to the search.
         keep: globs of module paths whose operators' results these blocks keep all the same.
@@ -261,6 +261,11 @@ def _context_kind(value: object, sizes: Mapping[str, int]) -> ContextKind | None
         return None
     for kind in CONTEXT_KINDS:
         if value == kind:
+            if kind == "hybrid" and sizes.get("ulysses") == 1:
+                raise PinError(
+                    "pin 'context_kind' is 'hybrid', whose ranks share heads too, and pin 'ulysses' is 1: pin "
+                    "'ulysses' above 1, or leave it out to have it chosen, or pin 'zigzag' or 'ring'"
+                )
             if sizes.get("context", 1) == 1:
                 raise PinError(
                     f"pin 'context_kind' is {value!r}, which says how the ranks of the context axis attend to one "

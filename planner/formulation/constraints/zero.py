@@ -1,4 +1,4 @@
-"""How the data axis stores parameters as pinned (ZeRO stages), for all or by module.
+"""How the data and sequence axes store parameters as pinned (ZeRO stages), for all or by module.
 
 Ways are numbered as stages of ZeRO: 0 stores whole; 1, 2 and 3 store sharded, and differ in when that is gathered. How
 a parameter is stored is decided for itself, so parameters may differ in any manner. When backward gathers is decided

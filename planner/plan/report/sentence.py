@@ -13,7 +13,7 @@ from planner.base.formatting import GATHERED_AGAIN, in_bytes, in_percent, in_sec
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.labels import LABELS
 from planner.ir.layout import MICRO, Axis
-from planner.ops.attention import QUERY, RING, ZIGZAG, ZIGZAG_RING
+from planner.ops.attention import QUERY_WAYS
 from planner.plan.document.document import Document, PipelinePlan
 
 SCHEDULES = {
@@ -42,13 +42,10 @@ WHOLE = ("whole", "terms")
 HEADS = "heads"
 """The word for attention of which each rank has some heads. It weighs most, but whether weights are shared or the
 sequence is says what surrounds it."""
-ATTENDS = {
-    QUERY: "keys gathered",
-    ZIGZAG: "keys gathered, zigzag order",
-    RING: "ring attention",
-    ZIGZAG_RING: "ring attention, zigzag order",
-    HEADS: "Ulysses",
-}
+ATTENDS = {**QUERY_WAYS, HEADS: "Ulysses"}
+
+SEQUENCE = ("sequence", *(name for way in QUERY_WAYS if (name := way.partition(".")[2])))
+"""The words for what shares a sequence."""
 
 
 def sentence(document: Document) -> str:
@@ -134,7 +131,7 @@ def _kind(axis: Axis, work: Mapping[str, int]) -> str:
     if not work:
         name = axis.name.partition("_")[0]
         return {"replicate": "data"}.get(name, name)
-    shares = {"data": work.get("batch", 0), "context": work.get("sequence", 0)}
+    shares = {"data": work.get("batch", 0), "context": sum(work.get(word, 0) for word in SEQUENCE)}
     beside = sum(work.get(word, 0) for word in (*WHOLE, HEADS, *SHARED, FEATURES))
     shares["tensor"] = sum(work.values()) - sum(shares.values()) - beside
     kind = max(shares, key=lambda name: shares[name])
@@ -154,7 +151,8 @@ def _attends(document: Document, axes: Sequence[int]) -> str:
                 if how := ATTENDS.get(HEADS if op.meaning[at] == HEADS else way):
                     found[how] += block.count * op.flops
         told.update(dict.fromkeys(how for how, _ in found.most_common(1)))
-    return f": {'hybrid of ' * (len(told) > 1)}{' and '.join(told)}" if told else ""
+    is_hybrid = len(told) > 1 and ATTENDS[HEADS] in told
+    return f": {'hybrid of ' * is_hybrid}{' and '.join(told)}" if told else ""
 
 
 def _parted(document: Document, words: tuple[str, ...]) -> list[set[str]]:

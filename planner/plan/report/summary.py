@@ -244,8 +244,8 @@ def dtypes(document: Document) -> str:
 
 def pinned(document: Document) -> list[str]:
     """What the user had fixed, pin by pin, and which has nothing to say of this mesh."""
-    has_data = "data" in document.mesh.names
-    idle = {"zero": "" if has_data else " (there is no data axis to store parameters on)"}
+    stores = any(name in ROLES and ROLES[name].parameters == "zero" for name in document.mesh.names)
+    idle = {"zero": "" if stores else " (there is no data axis to store parameters on)"}
     return [f"{name} {value}{idle.get(name, '')}" for name, value in document.pin.items()]
 
 

@@ -57,13 +57,13 @@ def attends(kind: str, causal: bool) -> tuple[float, ...]:
     wholes = [t.clone().requires_grad_() for t in whole[:3]]
     expected = scaled_dot_product_attention(*wholes, is_causal=causal, enable_gqa=True)
     gradients = torch.autograd.grad(expected, wholes, whole[3])
-    is_ring = kind == "ring"
+    is_ring = kind in ("ring", "zigzag")
     mine = [t.chunk(ranks, 2)[rank] if is_ring or at in (0, 3) else t for at, t in enumerate(whole)]
     mine = [t.contiguous().requires_grad_(at < 3) for at, t in enumerate(mine)]
     saved: list[Tensor] = []
     with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        ring = {"ring_groups": (group,)} if is_ring else {}
-        out = attention(*mine[:3], is_causal=causal, enable_gqa=True, query_groups=(group,), **ring)
+        ways = {"ring_groups": (group,) * is_ring, "zigzag_groups": (group,) * ("zigzag" in kind)}
+        out = attention(*mine[:3], is_causal=causal, enable_gqa=True, query_groups=(group,), **ways)
         found = torch.autograd.grad(out, mine[:3], mine[3])
     assert largest.numel < LENGTH // ranks * LENGTH, "no scores, and no mask"
     if is_ring:
@@ -89,8 +89,9 @@ def pool() -> Iterator[LocalProcesses]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["gather", "ring"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "ranks, kind", [(2, "gather"), (4, "gather"), (2, "ring"), (4, "ring"), (4, "zigzag"), (4, "zigzag_gather")]
+)
 def test_equals_attention_on_one_device(pool: LocalProcesses, ranks: int, kind: str) -> None:
     """No gradient is divided by the ranks, and every block of keys is met once."""
     for causal in (True, False) if kind == "ring" else (True,):  # without, the operator itself runs

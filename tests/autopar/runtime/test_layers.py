@@ -33,7 +33,7 @@ from autopar.runtime.layers import (
 from autopar.runtime.layers.random import draw
 from autopar.runtime.spmd.random_state import RandomState
 from autopar.runtime.spmd.run_state import RunState
-from autopar.verification.collective_counter import is_shift
+from autopar.verification.collective_counter import is_one_message
 from planner.ir.layout import I, LocalType, P, R, Shard
 from planner.ops import OPS
 from planner.ops.sharding_rule import AxisStrategy, Rule, find, shard_factor
@@ -67,7 +67,7 @@ class Collectives(TorchDispatchMode):
         kind = func._schema.name.split("::")[1]
         if func.namespace in ("c10d", "_c10d_functional") and kind not in ("wait_tensor", "_wrap_tensor_autograd"):
             given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-            kind = "send" if is_shift(given) else kind
+            kind = "send" if is_one_message(given) else kind
             self.seen.append((kind, args[0].numel() * args[0].element_size()))
         return func(*args, **(kwargs or {}))
 

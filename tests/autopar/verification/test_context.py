@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import autopar
+from benchmarks.million import LossInParts
 from tests.autopar import models
 from tests.autopar.models import Batch
 from tests.autopar.workers import cluster_of
@@ -48,6 +49,11 @@ def bert() -> nn.Module:
     return BertForMaskedLM(config)
 
 
+def in_parts() -> nn.Module:
+    """A loss of some tokens after others."""
+    return LossInParts(models.llama(), 4)
+
+
 def padded() -> Batch:
     """Texts of different lengths, one of them in the part of the first rank alone."""
     ids = torch.randint(0, 64, (4, LENGTH))
@@ -69,10 +75,10 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]]
         {"context": 2, "context_kind": "zigzag", "pipeline": 2, "micro_batches": 2, "recompute": "full"},
     ),
     (qwen3, text, {"context": 2, "context_kind": "zigzag_gather", "tensor": 2, "recompute": "full"}),
-    (models.llama, text, {"context": 4, "context_kind": "hybrid"}),
+    (models.llama, text, {"context": 2, "ulysses": 2, "context_kind": "zigzag"}),
     (bert, padded, {"context": 4, "context_kind": "hybrid"}),
     (models.llama, text, {"context": 2, "context_kind": "gather", "tensor": 2, "recompute": "full"}),
-    (models.llama, text, {"context": 2, "context_kind": "ring", "pipeline": 2, "micro_batches": 2}),
+    (in_parts, text, {"context": 4, "context_kind": "zigzag", "zero": 3, "recompute": "full"}),
     (models.llama, padded, {"context": 2, "context_kind": "ulysses", "data": 2, "zero": 3}),
     (qwen3, text, {"context": 2, "context_kind": "ring", "data": 2, "zero": 3, "recompute": "full"}),
     (mistral, text, {"context": 4, "context_kind": "ring"}),

@@ -12,6 +12,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import Attention
 from planner.cost.model import CostModel
 from planner.formulation.choices import choices_of
+from planner.formulation.constraints.context import with_ulysses
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.strategies import axis_ways, rule_of, rules_of
 from planner.ir.graph import Graph, Ref
@@ -49,7 +50,7 @@ def layer(heads: int = HEADS, kv: int = KV, **given: Any) -> Graph:
 
 
 def planned(kind: str, ranks: int = 4, **given: Any) -> Plan:
-    return plan_of(layer(**given), cluster(ranks), {"context": ranks, "context_kind": kind})
+    return plan_of(layer(**given), cluster(ranks), {"context": ranks, "context_kind": kind, "zero": 0})
 
 
 def sent_bytes(plan: Plan, ranks: int) -> float:
@@ -93,6 +94,19 @@ def test_volume_of_a_hybrid() -> None:
     assert f"Splits the sequence over the 4 GPUs of a node and over 2 nodes {told}" in unwrapped(plan)
 
 
+@pytest.mark.parametrize("heads, kv, tensor, shared", [(8, 4, 1, 4), (12, 12, 2, 2), (8, 4, 2, 4), (8, 4, 4, 2)])
+def test_a_hybrid_leaves_heads_to_the_tensor_axis(heads: int, kv: int, tensor: int, shared: int) -> None:
+    """Of twelve heads two times two are taken, of four groups of two the groups by one axis, and the two by the other;
+    nodes have eight devices.
+    """
+    spec = ClusterSpec.preset("dgx-h100", nodes=tensor)
+    pins = Pins.parse({"context": 8, "tensor": tensor, "context_kind": "hybrid"})
+    assert with_ulysses(pins, layer(heads, kv), spec).sizes["ulysses"] == shared
+    wide = Pins.parse({"context": 8, "tensor": 16, "context_kind": "hybrid"})
+    with pytest.raises(PinError, match="what 16 ranks of tensor parallelism leave of the 8 devices of a node"):
+        with_ulysses(wide, layer(), spec)
+
+
 def test_calls() -> None:
     """Keys and values are one message, sent to the next rank as often as there are others."""
     calls = [call for call in planned("ring").predicted.collectives if call[0].kind == "send"]
@@ -113,6 +127,7 @@ def test_calls() -> None:
 def test_reports_name_it(kind: str, told: str) -> None:
     plan = planned(kind)
     assert f"Splits the sequence over all 4 processes ({told})" in unwrapped(plan)
+    assert told in planned(kind, length=4096).sentence, "where attention is most of the work, too"
     goes_around = kind in ("ring", "zigzag")
     assert ("within 3 x send context 16.0 KiB forward" in unwrapped(plan.explain("attn"))) == goes_around
 

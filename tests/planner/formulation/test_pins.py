@@ -52,6 +52,7 @@ def attention(length: int = 48, repeated: bool = False) -> Graph:
             {"context": 2, "context_kind": "star"},
             "pin 'context_kind' is 'star'; .* 'gather' .* 'ring'.*'zigzag_gather', 'zigzag'.*'ulysses'",
         ),
+        ({"context": 2, "ulysses": 1, "context_kind": "hybrid"}, "whose ranks share heads too, and pin 'ulysses' is 1"),
         ({"context_kind": "ring"}, "pin 'context_kind' is 'ring', which says how .* pin 'context' above 1 too"),
         ({"pipeline": 0}, "pin 'pipeline' is 0; it is how many stages there are: a whole number from 1"),
         ({"recompute": "some"}, "pin 'recompute' is 'some'; it is one of 'none', 'resharded', 'selective', 'full'"),
