@@ -108,7 +108,7 @@ def using_headroom(
     So it does where the first part of the time did not do for the proof.
     """
     usable = context.usable_bytes
-    if found.staged is not None or context.pins.recompute is not None or _wants_no_more(context, found):
+    if found.staged is not None or _wants_no_more(context, found):
         return found
     room = usable - found.peak_bytes
     for _ in range(TRIES):

@@ -122,7 +122,7 @@ class _Blocks:
         if context.training.tier != "device":
             return named(context, search_offload(context, self.decision_graph, configs))
         first = context
-        if not in_parts and context.pins.recompute is None:
+        if not in_parts:
             now = time.monotonic()
             first = replace(first, deadline=now + FIRST * (context.deadline - now))
         found = memory_feasible(first, self.decision_graph, configs, known)
