@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from planner.formulation.backward_begins import least_working_bytes
+from planner.formulation.backward_memory import least_working_bytes
 from planner.formulation.choices import laid_at_head, laid_at_tail
 from planner.formulation.cost_table import (
     AGAIN,
@@ -139,15 +139,20 @@ class StageCosts:
         Args:
             part: a micro-batch is of the space's.
         """
-        assert self.kept is not None
-        kept = dict(zip(self.space.variables, self.kept, strict=True))
-        of_kinds = [part * least_working_bytes(self.space, kind, kept) for kind in range(len(self.folded.kinds))]
+        of_kinds = [part * size for size in self._working]
         ends = {place: [each for kind, each in enumerate(of_kinds) if self._places[kind] == place] for place in PLACES}
         inner = min((*ends[BODY], *ends[ANYWHERE]))
         found = [min((inner, *ends[FIRST])), *[inner] * (stages - 1)]
         if ends[LAST]:
             found[-1] = ends[LAST][0]
         return found
+
+    @cached_property
+    def _working(self) -> list[int]:
+        """What the backward of a block of each kind has at least beside that."""
+        assert self.kept is not None
+        kept = dict(zip(self.space.variables, self.kept, strict=True))
+        return [least_working_bytes(self.space, kind, kept) for kind in range(len(self.folded.kinds))]
 
     # ---- what there is -----------------------------------------------------------------------------------------------
 
@@ -167,7 +172,7 @@ class StageCosts:
         """The same without some of the kept choices of every decision, and what nothing allows then."""
         assert self.kept is not None
         found = copy.copy(self)
-        for name in ("_table", "most_covered_s"):
+        for name in ("_table", "_working", "most_covered_s"):
             found.__dict__.pop(name, None)
         allowed = [np.zeros(len(each.wall), bool) for each in self._singles]
         for mask, kept, drop in zip(allowed, self.kept, dropped, strict=True):

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import spmd_types as spmd
 import torch
@@ -203,66 +203,45 @@ class _Visits:
         places = self.places
         return for_each_rank_no_grad(partial(run, step), self.seen, places.starts, places.source, *tensors)
 
-    def _forward(
-        self,
-        step: int,
-        seen: Tensor | None,
-        starts: Tensor,
-        source: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        for rows, _, piece in self._pieces(step, seen, starts, source, query, key, value, mask):
+    def _forward(self, step: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        met, (out, lse) = _Met(*tensors[:MET]), tensors[MET:]
+        for rows, _, piece in self._pieces(step, met):
             _merge(out[:, :, rows], lse[:, :, rows], *piece.forward())
         return out, lse
 
-    def _backward(
-        self,
-        step: int,
-        seen: Tensor | None,
-        starts: Tensor,
-        source: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        gradient: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        for rows, keys, piece in self._pieces(step, seen, starts, source, query, key, value, mask):
+    def _backward(self, step: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        met, (gradient, out, lse, dq, dk, dv) = _Met(*tensors[:MET]), tensors[MET:]
+        for rows, keys, piece in self._pieces(step, met):
             found = piece.backward(gradient[:, :, rows], out[:, :, rows], lse[:, :, rows])
             for total, part, new in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
                 total[:, :, part] += new
         return dq, dk, dv
 
-    def _pieces(
-        self,
-        step: int,
-        seen: Tensor | None,
-        starts: Tensor,
-        source: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-    ) -> Iterator[tuple[slice, slice, AttentionPiece]]:
+    def _pieces(self, step: int, met: _Met) -> Iterator[tuple[slice, slice, AttentionPiece]]:
         """The pieces of this step, with the queries and the keys that each has."""
-        block, keys = (int(source) - step) % self.places.steps, key.shape[-2]
-        if seen is not None and not seen[block]:
+        block, keys = (int(met.source) - step) % self.places.steps, met.key.shape[-2]
+        if met.seen is not None and not met.seen[block]:
             return
         runs = self.places.runs_of_keys(block, keys)
-        for rows, columns, causal in pieces(starts.tolist(), self.places.run, *runs, self.causal):
-            hidden = None if mask is None else _part(mask, block * keys, keys, key.dtype)
-            operands = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+        for rows, columns, causal in pieces(met.starts.tolist(), self.places.run, *runs, self.causal):
+            hidden = None if met.mask is None else _part(met.mask, block * keys, keys, met.key.dtype)
+            operands = met.query[:, :, rows], met.key[:, :, columns], met.value[:, :, columns]
             yield rows, columns, AttentionPiece(*operands, hidden, causal, self.scale)
+
+
+class _Met(NamedTuple):
+    """What one rank meets in a step: which blocks of keys it sees, its places as in :class:`Places`, and operands."""
+
+    seen: Tensor | None
+    starts: Tensor
+    source: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+
+
+MET = len(_Met._fields)
 
 
 def _part(mask: Tensor, first: int, keys: int, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -63,8 +63,12 @@ def make_optimizer(
             "pmodel.optimizer(torch.optim.AdamW, lr=1e-3)"
         )
     device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
-    place = _places({**names, **in_slabs}, groups)
-    _check_slabs(in_slabs, groups)
+    firsts = {**names, **in_slabs}
+    numbers = _numbers(firsts, groups)
+    _check_slabs(in_slabs, numbers)
+    place: dict[str, int] = {}
+    for name, number in numbers.items():
+        place.setdefault(firsts[name], number)
     own: list[dict[str, Any]] = [
         {},
         *({key: value for key, value in group.items() if key != "params"} for group in groups),
@@ -120,8 +124,8 @@ def _held(value: Tensor) -> Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
-def _places(names: Mapping[str, str], groups: Groups) -> dict[str, int]:
-    """The number of the first group, from 1, that takes a parameter, by its first name.
+def _numbers(names: Iterable[str], groups: Groups) -> dict[str, int]:
+    """The number of the first group, from 1, that takes each name of a parameter, if one does; lowest numbers first.
 
     Raises:
         InputError: a group without patterns, or a pattern without parameters.
@@ -137,19 +141,19 @@ def _places(names: Mapping[str, str], groups: Groups) -> dict[str, int]:
                 "the optimizer's class"
             )
         for pattern in patterns:
-            taken = [first for name, first in names.items() if fnmatchcase(name, pattern)]
+            taken = [name for name in names if fnmatchcase(name, pattern)]
             if not taken:
                 raise InputError(f"groups[{number - 1}]: no parameter matches {pattern!r}; {_close(pattern, [*names])}")
-            for first in taken:
-                found.setdefault(first, number)
+            for name in taken:
+                found.setdefault(name, number)
     return found
 
 
-def _check_slabs(in_slabs: Mapping[str, str], groups: Groups) -> None:
+def _check_slabs(in_slabs: Mapping[str, str], numbers: Mapping[str, int]) -> None:
     """Refuse groups that part tables of one slab, which is one parameter."""
     known: dict[str, tuple[int, str]] = {}
     for name, slab in in_slabs.items():
-        own = next((number for number, each in enumerate(groups, 1) if _takes(each, name)), 0)
+        own = numbers.get(name, 0)
         number, other = known.setdefault(slab, (own, name))
         if number != own:
             where = (f"groups[{each - 1}]" if each else "none" for each in (number, own))
@@ -157,16 +161,6 @@ def _check_slabs(in_slabs: Mapping[str, str], groups: Groups) -> None:
                 f"groups part embedding tables that lie in one slab ({slab}): {other!r} is in {next(where)}, and "
                 f"{name!r} in {next(where)}: put all of them into one, or plan with pin 'tables' 'none' for some"
             )
-
-
-def _takes(group: Mapping[str, Any], name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in _patterns(group))
-
-
-def _patterns(group: Mapping[str, Any]) -> Sequence[str]:
-    """What a group is of, once it was checked."""
-    given = group["params"]
-    return [given] if isinstance(given, str) else given
 
 
 def _close(given: str, names: Sequence[str]) -> str:

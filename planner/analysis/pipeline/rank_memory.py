@@ -60,14 +60,9 @@ class LiveMemory:
 
     def peak(self, rank: int) -> Peak:
         """When a rank holds most while it computes."""
-        most = self._fullest
-        found = (
-            (self.beside(rank, each) + most[each.stage][part_of(each.kind, each.is_first)].bytes, number, each)
-            for number, each in enumerate(self.running[rank])
-            if self._parts_of(each)
-        )
-        size, _, each = max(found)
-        return Peak(self.held[rank] + size, most[each.stage][part_of(each.kind, each.is_first)], each)
+        every = enumerate(self.running[rank])
+        size, _, each = max((self._most(rank, each), number, each) for number, each in every if self._parts_of(each))
+        return Peak(size, self._fullest_of(each), each)
 
     @property
     def backward_bytes(self) -> list[int]:
@@ -76,9 +71,15 @@ class LiveMemory:
         for rank, every in enumerate(self.running):
             for each in every:
                 if each.kind == "B":
-                    most = self._fullest[each.stage][part_of(each.kind, each.is_first)].bytes
-                    found[each.stage] = max(found[each.stage], self.held[rank] + self.beside(rank, each) + most)
+                    found[each.stage] = max(found[each.stage], self._most(rank, each))
         return found
+
+    def _most(self, rank: int, each: Running) -> int:
+        """Bytes of a rank while an action runs, at its fullest."""
+        return self.held[rank] + self.beside(rank, each) + self._fullest_of(each).bytes
+
+    def _fullest_of(self, each: Running) -> At:
+        return self._fullest[each.stage][part_of(each.kind, each.is_first)]
 
     def at_the_end(self, rank: int, reduced_bytes: int | None = None) -> int:
         """Bytes that a rank has when gradients are reduced, so many at a time, or of the block with most."""

@@ -237,13 +237,13 @@ def _cut_so(
     links: Sequence[Link], pipeline: Pipeline, limit_bytes: int | None, cutoff_s: float, effort: int, prefetch: bool
 ) -> Staged | None:
     """The same of those that gather parameters ahead, or do not."""
-    least = min(min(link.working_bytes) for link in links)
+    chain, least = chain_of(links), min(min(link.working_bytes) for link in links)
     working = [least] * (pipeline.stages - 1) + [max(least, min(links[-1].working_bytes))]
     spare = 0
     for _ in range(TRIES):
         try:
             room = None if limit_bytes is None else max(0, limit_bytes - spare)
-            found = cut(pipeline, chain_of(links), room, cutoff_s, effort, working)
+            found = cut(pipeline, chain, room, cutoff_s, effort, working)
         except InfeasibleError:
             return None
         if found is None:
@@ -251,7 +251,7 @@ def _cut_so(
         priced = price(links, pipeline, found, prefetch)
         if limit_bytes is None or priced.peak_bytes <= limit_bytes:
             return priced
-        known = backward_bytes(pipeline, chain_of(links), found.bounds, found.savings)
+        known = backward_bytes(pipeline, chain, found.bounds, found.savings)
         each = zip(priced.alive.backward_bytes, known, working, strict=True)
         more = [max(had, size - known) if size > limit_bytes else had for size, known, had in each]
         spare += priced.peak_bytes - limit_bytes if more == working else 0

@@ -148,12 +148,12 @@ class Schedule:
         so that what is held grows evenly.
         """
         is_after = self.name == "gpipe" and self.micro_batches > 1
-        return tuple(_moments(row, added=not is_after) for row in self.rows)
+        return tuple(_moments(row, after=int(is_after)) for row in self.rows)
 
     @cached_property
     def certain_moments(self) -> tuple[tuple[InFlight, ...], ...]:
         """The same, of moments as they are: ``added`` are those at which the gradients of all its stages are there."""
-        return tuple(_moments(row) for row in self.rows)
+        return tuple(_moments(row, after=self.stages // len(self.rows)) for row in self.rows)
 
 
 @lru_cache(maxsize=256)
@@ -427,27 +427,23 @@ def _flow(found: Schedule) -> Flow:
     return Flow(tuple(actions), tuple(ranks), tuple(before), tuple(needs))
 
 
-def _moments(row: tuple[Action, ...], *, added: bool | None = None) -> tuple[InFlight, ...]:
+def _moments(row: tuple[Action, ...], *, after: int) -> tuple[InFlight, ...]:
     """The fullest moments of a rank.
 
     Args:
-        added: as if gradients of all stages were there from the start, or from the end of the first backward on; left
-            out: each when its stage's first backward is over.
+        after: of how many of its stages a backward is over from when on gradients of all count.
     """
     stages = sorted({action.stage for action in row})
     column = {stage: i for i, stage in enumerate(stages)}
-    now, met = [0] * len(stages), set[InFlight]()
-    missing = {*stages} if added is None else set[int]()
-    added = added or False
+    now, met, over = [0] * len(stages), set[InFlight](), set[int]()
     for action in filter(is_left_over, row):
         now[column[action.stage]] += 1
     for action in row:
         at = column[action.stage]
         now[at] += action.kind == "F"
-        met.add(InFlight(tuple(now), added, action.stage if action.kind == "B" else -1))
+        met.add(InFlight(tuple(now), len(over) >= after, action.stage if action.kind == "B" else -1))
         now[at] -= action.kind in "BW"
-        missing -= {action.stage} if action.kind in "BW" else set()
-        added = added or (action.kind in "BW" and not missing)
+        over |= {action.stage} if action.kind in "BW" else set()
     found: list[InFlight] = []
     for each in sorted(met, reverse=True):
         if not any(other.covers(each) for other in found):

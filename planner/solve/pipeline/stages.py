@@ -99,7 +99,8 @@ class Pipeline:
         return [(stages, [each for each in every if each.added or self.micro_batches == 1]) for stages, every in found]
 
     def _by_rank(self, moments: tuple[tuple[InFlight, ...], ...]) -> list[tuple[list[int], tuple[InFlight, ...]]]:
-        return [([s for s, home in enumerate(self.placed) if home == rank], each) for rank, each in enumerate(moments)]
+        placed = self.placed
+        return [([s for s, home in enumerate(placed) if home == rank], each) for rank, each in enumerate(moments)]
 
 
 @dataclass(frozen=True)

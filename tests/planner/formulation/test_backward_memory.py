@@ -9,7 +9,7 @@ import pytest
 
 from planner.analysis.pipeline.block_memories import BlockMemories
 from planner.analysis.pipeline.stage_memory import StageRun
-from planner.formulation.backward_begins import least_working_bytes
+from planner.formulation.backward_memory import least_working_bytes
 from planner.formulation.remat.levels import COMPUTED, LEVELS
 from planner.formulation.unsharding import Gathers
 from tests.planner.analysis.test_staged import assignments, model, space_of
