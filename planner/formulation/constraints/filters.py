@@ -205,13 +205,11 @@ def _check_recipe(pins: Pins, graph: Graph, mesh: Mesh, rules: Mapping[str, Rule
             wanted.append(("expert", each * experts, "pin 'expert_tensor'", told))
     for which, ranks, pinned, told in wanted:
         label = LABELS[which]
-        starts = ((node, row.labels.get(which)) for node in graph.operators if (row := OPS.get(node.op)) is not None)
-        lengths = {rules[node.name].sizes.get(factor, 1) for node, factor in starts if factor is not None}
-        lengths = lengths or {
-            graph.type_of(ref).shape[dim]
-            for ref, places in dims[which].places.items()
-            for dim, cut in places
-            if cut == 1
+        lengths = {
+            rules[node.name].sizes[factor]
+            for node in graph.operators
+            for factor, outer in dims[which].parts(node, rules[node.name])
+            if outer == 1
         }
         if not lengths:
             raise PinError(f"{pinned} {label.missing}")
