@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.functions.carry import is_recorded
 from autopar.functions.ranks import for_each_rank
+from autopar.operators.autocast import product_dtype
 from autopar.operators.expert import Expert, Layout
 from autopar.operators.grouped import grouped_linear
 from planner.base.errors import InputError
@@ -208,18 +209,11 @@ def through(
     form: Expert,
 ) -> Tensor:
     """What experts make of rows that are sorted by expert: ``[s, h] -> [s, h]``."""
-    dtype = _computed_in(up)
+    dtype = product_dtype(up)
     up, down, rows = up.to(dtype), down.to(dtype), rows.to(dtype)
     up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
     made = grouped_linear(rows, up if form.transposed else up.mT, counts, up_bias)
     return grouped_linear(form.between(made), down if form.transposed else down.mT, counts, down_bias)
-
-
-def _computed_in(weight: Tensor) -> torch.dtype:
-    """The dtype of products with a weight, as autocast has it."""
-    kind = weight.device.type
-    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if is_cast and weight.dtype != torch.float64 else weight.dtype
 
 
 class _Take(torch.autograd.Function):

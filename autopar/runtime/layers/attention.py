@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autopar.operators.autocast import as_autocast
 from autopar.runtime.layers.partial_attention import Places, attend
 from autopar.runtime.spmd.rank_index import Groups, cut, ranks
 
@@ -77,10 +78,3 @@ def _in_four_dims(tensor: Tensor, batch: Sequence[int], heads: int) -> Tensor:
     if tensor.shape != size:
         tensor = tensor.expand(size)
     return tensor if len(size) == 4 else tensor.reshape(-1, *size[-3:])
-
-
-def as_autocast(tensor: Tensor) -> Tensor:
-    """In the dtype in which autocast has attention."""
-    kind = tensor.device.type
-    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return tensor.to(torch.get_autocast_dtype(kind)) if is_cast and tensor.dtype != torch.float64 else tensor

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from spmd_types import I, V
 from torch import Tensor
 
+from autopar.operators.autocast import autocasts
 from autopar.runtime.layers.collectives import all_reduce
 from autopar.runtime.spmd.rank_index import Groups, ranks
 
@@ -89,8 +90,8 @@ def _norm(
     centers: bool,
 ) -> tuple[Tensor, ...]:
     """The norm, and of ``[lead.., 1..]`` the mean, if it centers, and the inverse deviation."""
-    kind, dims = input.device.type, len(normalized_shape)
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    dims = len(normalized_shape)
+    if autocasts(input):
         probe = input.new_empty(0, 1)  # says in which dtype autocast has norms
         input = input.to((F.layer_norm(probe, (1,)) if centers else F.rms_norm(probe, (1,))).dtype)
     y, *statistics = _HiddenNorm.apply(input, weight, bias, dims, eps, groups, centers)

@@ -13,6 +13,7 @@ from spmd_types import I, R, V
 from torch import Tensor
 from torch._ops import OpOverload
 
+from autopar.operators.autocast import autocasts
 from autopar.runtime.layers.collectives import all_reduce
 from autopar.runtime.spmd.rank_index import (
     Groups,
@@ -63,17 +64,11 @@ def cross_entropy_loss(
         scores = logits.movedim(min(1, logits.dim() - 1), -1)
         start = first(scores.shape[-1] * ranks(vocab_groups), vocab_groups, logits.device)
         losses = _VocabCrossEntropy.apply(scores, target, start, ignore_index, label_smoothing, vocab_groups)
-        dtype = torch.float32 if _autocasts(logits) else logits.dtype
+        dtype = torch.float32 if autocasts(logits) else logits.dtype  # as autocast has the operator itself
     else:
         losses = op(logits, target, weight, NONE, ignore_index, label_smoothing)
         dtype = losses.dtype
     return _reduce(losses, target, weight, reduction, ignore_index, dtype, token_groups, vocab_groups, count)
-
-
-def _autocasts(tensor: Tensor) -> bool:
-    """Whether autocast is on, under which the operator itself runs in float32."""
-    kind = tensor.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def nll_loss(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from autopar.runtime.layers.attention import as_autocast
+from autopar.operators.autocast import as_autocast
 from autopar.runtime.spmd.rank_index import Groups, cut
 from autopar.runtime.spmd.row_exchange import shift, wait
 
