@@ -174,4 +174,5 @@ FORMAT = Format(
     },
     LIMITS,
     "accelerate launch --config_file FILE train.py",
+    ("distributed_type",),
 )

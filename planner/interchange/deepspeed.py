@@ -247,4 +247,5 @@ FORMAT = Format(
     },
     LIMITS,
     "deepspeed.initialize(model=model, config=FILE, ...)",
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"),
 )

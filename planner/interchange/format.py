@@ -46,6 +46,8 @@ class Format:
         fields: field of a description -> how the format calls it.
         limits: in the order in which they are looked at.
         note: how the text is used, in a line.
+        even_stages: stages have equally many layers, unless they are said one by one.
+        marks: words of which a text of this format has one, and no other format's has.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Format:
     fields: Mapping[str, str]
     limits: tuple[Limit, ...]
     note: str
+    marks: tuple[str, ...]
+    even_stages: bool = False
 
     def round(self, description: Parallelism) -> tuple[Parallelism, list[Loss]]:
         """The nearest description that the format can say, and what is lost on the way."""

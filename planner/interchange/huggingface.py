@@ -200,4 +200,5 @@ FORMAT = Format(
     },
     LIMITS,
     "from_pretrained(..., distributed_config=DistributedConfig.from_dict(json.load(open(FILE))))",
+    ("tp_size", "fsdp_size", "pp_size", "ep_size", "tp_plan", "dp_replicate_size"),
 )

@@ -333,4 +333,6 @@ FORMAT = Format(
     },
     LIMITS,
     'source FILE; torchrun ... pretrain_gpt.py "${PARALLEL_ARGS[@]}" ...',
+    ("--",),
+    even_stages=True,
 )

@@ -309,4 +309,5 @@ FORMAT = Format(
     },
     LIMITS,
     "call parallelized() on a configuration of torchtitan's registry, in a function of your own module",
+    ("ParallelismConfig", "config.parallelism"),
 )
