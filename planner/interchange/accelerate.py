@@ -12,10 +12,12 @@ from planner.interchange.format import Format, Limit, check_known, parse_yaml, t
 from planner.interchange.limits import (
     into_data,
     micro_batches_elsewhere,
+    model_dtype,
     no_disk,
     no_experts,
     no_pipeline,
     nothing_gathered_again,
+    own_products,
     together,
     whole_layers,
 )
@@ -117,13 +119,14 @@ def read(text: str) -> Parallelism:
 
 
 LIMITS = (
+    model_dtype(),
     no_pipeline(TOOL),
     no_experts(TOOL),
+    own_products("the model's own tp_plan, with which it is loaded"),
     Limit(
-        "tensor parallelism is what the model's own tp_plan says, without the sequence: load the model with "
-        'tp_plan="auto"',
-        lambda d: d.tensor > 1 and (d.sequence_parallel or bool(d.deviating)),
-        lambda d: replace(d, sequence_parallel=False, products={}),
+        "tensor parallelism keeps norms and residuals whole",
+        lambda d: d.sequence_parallel,
+        lambda d: replace(d, sequence_parallel=False),
     ),
     Limit(
         "context parallelism keeps a zigzag order, and gathers keys or sends them around",

@@ -9,7 +9,14 @@ from typing import Any
 
 from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, parse_json, take
-from planner.interchange.limits import into_data, no_pipeline, nothing_gathered_again, recompute_elsewhere, whole_layers
+from planner.interchange.limits import (
+    into_data,
+    model_dtype,
+    no_pipeline,
+    nothing_gathered_again,
+    recompute_elsewhere,
+    whole_layers,
+)
 from planner.interchange.parallelism import REST, Parallelism, checked
 
 TOOL = "DeepSpeed"
@@ -174,6 +181,7 @@ def _products(partition: dict[str, Any]) -> dict[str, str]:
 
 
 LIMITS = (
+    model_dtype(),
     no_pipeline(TOOL),
     Limit(
         "ZeRO shards over all data-parallel ranks, without copies",

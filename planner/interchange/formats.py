@@ -6,12 +6,12 @@ import re
 
 from planner.base.errors import ConfigError
 from planner.base.units import nearest
-from planner.interchange import accelerate, deepspeed, huggingface, megatron, torchtitan
+from planner.interchange import accelerate, deepspeed, fsdp2, huggingface, megatron, torchtitan
 from planner.interchange.format import Format
 from planner.interchange.parallelism import resolved
 
 FORMATS: dict[str, Format] = {
-    each.FORMAT.name: each.FORMAT for each in (huggingface, accelerate, torchtitan, megatron, deepspeed)
+    each.FORMAT.name: each.FORMAT for each in (fsdp2, huggingface, accelerate, torchtitan, megatron, deepspeed)
 }
 
 

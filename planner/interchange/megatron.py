@@ -10,7 +10,10 @@ from dataclasses import replace
 from planner.base.errors import ConfigError
 from planner.base.units import nearest
 from planner.interchange.format import Format, Limit
-from planner.interchange.limits import own_products
+from planner.interchange.limits import (
+    model_dtype,
+    own_products,
+)
 from planner.interchange.parallelism import REST, Parallelism, Recomputation, checked
 
 TOOL = "Megatron-LM"
@@ -253,6 +256,7 @@ def _recompute(given: dict[str, list[str]], numbers: dict[str, int], pipeline: i
 
 
 LIMITS = (
+    model_dtype(),
     own_products(TOOL),
     Limit(
         "gradients are summed once a step in either stage, and stage 1 needs no Megatron-FSDP",

@@ -9,7 +9,12 @@ from typing import Any
 
 from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, take
-from planner.interchange.limits import nothing_gathered_again, own_products, together
+from planner.interchange.limits import (
+    model_dtype,
+    nothing_gathered_again,
+    own_products,
+    together,
+)
 from planner.interchange.parallelism import REST, Parallelism, Recomputation, checked
 
 TOOL = "torchtitan"
@@ -249,6 +254,7 @@ def _stage_layers(parts: Any) -> tuple[int, ...]:
 
 
 LIMITS = (
+    model_dtype(),
     own_products(TOOL),
     Limit(
         "schedules have one version of weights",
