@@ -258,7 +258,7 @@ def export_plan(
     plan: PlanFile,
     to: Annotated[
         str,
-        typer.Option(metavar="FORMAT", help="hf, accelerate, torchtitan, megatron or deepspeed."),
+        typer.Option(metavar="FORMAT", help="fsdp2, hf, accelerate, torchtitan, megatron or deepspeed."),
     ],
     model: Annotated[
         str | None,
@@ -322,7 +322,7 @@ def lint(
         str | None,
         typer.Option(
             metavar="FORMAT",
-            help="hf, accelerate, torchtitan, megatron or deepspeed.",
+            help="fsdp2, hf, accelerate, torchtitan, megatron or deepspeed.",
             show_default="found out",
         ),
     ] = None,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.base.errors import ScheduleError
+from planner.base.errors import ConfigError, ScheduleError
 from planner.interchange.format import Format
-from planner.interchange.parallelism import DEGREES, Parallelism, changed
+from planner.interchange.parallelism import DEGREES, Parallelism, changed, resolved
 from planner.solve.pipeline.schedule import check_fits
 
 ROUNDS = ("interleaved_1f1b",)
@@ -49,6 +49,15 @@ class Problem:
         return f"{self.what}: {self.change}"
 
 
+def check(text: str, form: Format, sizes: ModelSizes, devices: int) -> tuple[Parallelism | None, list[Problem]]:
+    """What a text says, if it can be read and its sizes resolved, and everything that is wrong with it."""
+    try:
+        d = resolved(form.read(text), devices, sizes.batch or None)
+    except ConfigError as error:
+        return None, [Problem("it contradicts itself, or cannot be read", str(error))]
+    return d, problems(d, form, sizes, devices)
+
+
 def problems(d: Parallelism, form: Format, sizes: ModelSizes, devices: int) -> list[Problem]:
     """Everything that is wrong with a resolved description."""
     return [*_devices(d, form, devices), *_sizes(d, form, sizes), *_stages(d, form, sizes), *_refused(d, form)]
@@ -60,7 +69,7 @@ def _devices(d: Parallelism, form: Format, devices: int) -> Iterator[Problem]:
             f"{form.fields['devices']} is {d.devices}, and {_product(d)} = {d.size}",
             f"set it to {d.size}, or the degrees",
         )
-    if d.size != devices:
+    if d.size != devices != d.devices:
         rest, left = divmod(devices, d.size // d.data)
         data = form.fields.get("data", "data")
         way = f"set {data} to {rest}" if not left and rest else "take degrees whose product that is"
@@ -97,7 +106,12 @@ def _sizes(d: Parallelism, form: Format, sizes: ModelSizes) -> Iterator[Problem]
     if d.expert > 1 and not sizes.experts:
         yield Problem(f"{d.expert} ranks share experts, and the model has none", f"set {_field(form, 'expert')} to 1")
     inner = d.data * d.context * d.tensor
-    if d.expert > 1 and inner % (d.expert * max(d.expert_tensor, 1)):
+    if (
+        d.expert > 1
+        and sizes.experts
+        and sizes.experts % d.expert == 0
+        and inner % (d.expert * max(d.expert_tensor, 1))
+    ):
         fits = max(n for n in range(1, d.expert) if inner % n == 0)
         yield Problem(
             f"{d.expert} ranks that share experts do not divide the {inner} of data, context and tensor parallelism "

@@ -100,6 +100,14 @@ def take(data: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     return value
 
 
+def degree(data: Mapping[str, Any], name: str, default: int = 1) -> int:
+    """A field that counts ranks or samples; raises :class:`ConfigError` unless it is a whole number from 1."""
+    value: int = take(data, name, int, default)
+    if value < 1 and value is not default:
+        raise ConfigError(f"{name!r} is {value}; it is a whole number from 1")
+    return value
+
+
 def parse_json(text: str, what: str) -> dict[str, Any]:
     """A JSON object; raises :class:`ConfigError` where the text is none."""
     try:

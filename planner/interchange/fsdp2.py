@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.base.errors import ConfigError
-from planner.interchange.format import Format, Limit, check_known, take
+from planner.interchange.format import Format, Limit, check_known, degree, take
 from planner.interchange.limits import into_data, no_context, no_experts, nothing_gathered_again, together
 from planner.interchange.parallelism import Parallelism, Recomputation, checked
 
@@ -317,7 +317,7 @@ def read(text: str) -> Parallelism:
         raise ConfigError("it has no 'MESH', the sizes of axes by name: autopar export --to fsdp2 did not write this")
     mesh = found["MESH"]
     check_known(mesh, AXES, "'MESH'")
-    sizes = {name: take(mesh, name, int, 1) for name in AXES}
+    sizes = {name: degree(mesh, name) for name in AXES}
     products = found.get("PRODUCTS", {})
     for path, kind in products.items():
         if kind not in KINDS:

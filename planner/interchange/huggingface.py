@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.base.errors import ConfigError
-from planner.interchange.format import Format, Limit, check_known, parse_json, take
+from planner.interchange.format import Format, Limit, check_known, degree, parse_json, take
 from planner.interchange.limits import (
     into_data,
     micro_batches_elsewhere,
@@ -79,8 +79,8 @@ def read(text: str) -> Parallelism:
     implementation = take(config, "ep_implementation", str, "auto")
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"'ep_implementation' is {implementation!r}; it is one of {', '.join(IMPLEMENTATIONS)}")
-    sizes = {name: take(config, name, int, 1) for name in ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")}
-    expert, tensor = take(config, "ep_size", int, 1), sizes["tp_size"]
+    sizes = {name: degree(config, name) for name in ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")}
+    expert, tensor = degree(config, "ep_size"), sizes["tp_size"]
     if implementation == "all_reduce" and expert != tensor:
         raise ConfigError(f"'ep_implementation' all_reduce needs 'ep_size' = 'tp_size'; they are {expert} and {tensor}")
     kinds = {style: kind for kind, style in STYLES.items()} | {
@@ -147,12 +147,6 @@ LIMITS = (
         "ranks that share experts are a multiple of tensor-parallel ones",
         lambda d: d.expert > 1 and d.expert % d.tensor > 0,
         lambda d: replace(d, expert=d.tensor),
-        refused=True,
-    ),
-    Limit(
-        "ranks that share experts divide data-parallel times tensor-parallel ones",
-        lambda d: d.expert > 1 and d.data * d.tensor % d.expert > 0,
-        lambda d: replace(d, expert=d.data * d.tensor),
         refused=True,
     ),
     Limit(

@@ -11,19 +11,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from planner.base.errors import AutoparError, ConfigError, InfeasibleError
+from planner.base.errors import AutoparError, InfeasibleError
 from planner.base.formatting import in_bytes, in_paragraph, in_percent, in_seconds, sizes_text
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.strategies import rule_of
 from planner.formulation.training import Training
-from planner.interchange.checks import ModelSizes, Problem, problems
+from planner.interchange.checks import ModelSizes, Problem, check, problems
 from planner.interchange.format import Format
 from planner.interchange.formats import format_of, guess
-from planner.interchange.parallelism import WORDS, Parallelism, changed, resolved
+from planner.interchange.parallelism import WORDS, Parallelism, changed
 from planner.ir.folding import fold
-from planner.ir.graph import Graph
-from planner.ops import attends
+from planner.ir.graph import Graph, Node
+from planner.ir.layout import MICRO
+from planner.ops import OPS, attends
 from planner.plan.exchange.export import searched
 from planner.search.branch_and_bound import Searched
 from planner.search.search import search
@@ -151,12 +152,9 @@ def lint(
     """
     form = guess(text) if format_name is None else format_of(format_name)
     sizes = model_sizes(graph)
-    try:
-        d = resolved(form.read(text), cluster.world_size, sizes.batch or None)
-    except ConfigError as error:
-        return Lint(form, None, (Problem("it cannot be what it is", str(error)),))
-    found = Lint(form, d, tuple(problems(d, form, sizes, cluster.world_size)), usable_bytes=cluster.device.usable_bytes)
-    if found.problems or not time_limit_s:
+    d, wrong = check(text, form, sizes, cluster.world_size)
+    found = Lint(form, d, tuple(wrong), usable_bytes=cluster.device.usable_bytes)
+    if d is None or found.problems or not time_limit_s:
         return found
 
     def cost(d: Parallelism, limit_s: float) -> Cost:
@@ -175,13 +173,20 @@ def lint(
         progress("looking for the best plan")
     try:
         best = search(graph, cluster, Pins(), training, time_limit_s=time_limit_s / 3, gap=HELPS, progress=progress)
-        found = replace(found, best=cost_of(best), mesh=sizes_text(best.best.config.sizes))
+        found = replace(found, best=cost_of(best), mesh=_told(best))
     except AutoparError:
         pass
     if progress is not None:
         progress("trying changes")
     tried = (each for each in neighbours(d, sizes) if _may(each, form, sizes, cluster))
     return replace(found, change=_change(d, form, found.cost, tried, cost, until))
+
+
+def _told(found: Searched) -> str:
+    """The axes of a plan, and its micro-batches."""
+    sizes = {name: size for name, size in found.best.config.sizes.items() if name != MICRO}
+    count = found.best.config.mesh.micro_batches
+    return sizes_text(sizes) + (f", {count} micro-batches" if count > 1 else "")
 
 
 def cost_of(found: Searched) -> Cost:
@@ -197,6 +202,7 @@ def model_sizes(graph: Graph) -> ModelSizes:
     rules = [rule_of(graph, node) for node in graph.operators if attends(node.op)]
     experts = [rule_of(graph, node).sizes["e"] for node in graph.operators if node.op == "experts"]
     heads = [(rule.sizes.get("kv", 0), rule.sizes.get("group", 1)) for rule in rules if rule.sizes.get("kv")]
+    projected = [count for node in graph.operators if attends(node.op) if (count := _projected_heads(graph, node))]
     folded = fold(graph)
     counts = [sum(each.kind == kind for each in folded.instances) for kind in range(len(folded.kinds))]
     return ModelSizes(
@@ -204,9 +210,24 @@ def model_sizes(graph: Graph) -> ModelSizes:
         sequence=inputs[0][1] if inputs and len(inputs[0]) > 1 and heads else 0,
         layers=max(counts) if counts and max(counts) > 1 else 0,
         heads=min((kv * group for kv, group in heads), default=0),
-        key_value_heads=min((kv for kv, _ in heads), default=0),
+        key_value_heads=min((*projected, *(kv for kv, _ in heads)), default=0),
         experts=min(experts, default=0),
     )
+
+
+def _projected_heads(graph: Graph, node: Node) -> int:
+    """Heads of keys as an attention's keys are projected, before they are repeated for all queries; 0: not seen."""
+    query, key = graph.type_of(node.inputs[0]).shape, graph.type_of(node.inputs[1]).shape
+    made = graph.by_name[node.inputs[1].node]
+    while made.inputs and not _projects(made):
+        made = graph.by_name[made.inputs[0].node]
+    features = made.results[0].shape[-1] if _projects(made) and len(query) > 2 else 0
+    return features // key[-1] if features % key[-1] == 0 and features <= query[-3] * key[-1] else 0
+
+
+def _projects(node: Node) -> bool:
+    row = OPS.get(node.op)
+    return row is not None and row.kernel == "linear"
 
 
 def neighbours(d: Parallelism, sizes: ModelSizes) -> Iterator[Parallelism]:
