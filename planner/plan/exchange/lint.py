@@ -17,7 +17,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.strategies import rule_of
 from planner.formulation.training import Training
-from planner.interchange.checks import ModelSizes, Problem, check, problems
+from planner.interchange.checks import Mistake, ModelSizes, check, mistakes
 from planner.interchange.format import Format
 from planner.interchange.formats import format_of, guess
 from planner.interchange.parallelism import WORDS, Parallelism, changed
@@ -50,7 +50,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Change:
+class Improvement:
     """A change of a configuration: which, in words, the fields it is made in, and what a step takes then."""
 
     what: str
@@ -65,7 +65,7 @@ class Lint:
     Attributes:
         format: it is of.
         description: what it says; ``None``: it cannot be read.
-        problems: why it does not run; empty: it runs.
+        mistakes: why it does not run; empty: it runs.
         cost: what it takes; ``None``: it does not run, or fit.
         misfit: why it does not fit, or cannot be planned; empty: it does.
         usable_bytes: of a device.
@@ -75,18 +75,18 @@ class Lint:
 
     format: Format
     description: Parallelism | None
-    problems: tuple[Problem, ...]
+    mistakes: tuple[Mistake, ...]
     cost: Cost | None = None
     misfit: str = ""
     usable_bytes: int = 0
     best: Cost | None = None
     mesh: str = ""
-    change: Change | None = None
+    change: Improvement | None = None
 
     @property
     def runs(self) -> bool:
         """Whether nothing is wrong with it, and it fits."""
-        return not self.problems and not self.misfit
+        return not self.mistakes and not self.misfit
 
     def __str__(self) -> str:
         return "\n".join(in_paragraph(line, "    ") for line in self._lines())
@@ -94,10 +94,10 @@ class Lint:
     __repr__ = __str__
 
     def _lines(self) -> Iterator[str]:
-        count = len(self.problems)
+        count = len(self.mistakes)
         if count:
             yield f"for {self.format.tool}: does not run, for {count} reason{'s' * (count > 1)}"
-            yield from (f"  {problem}" for problem in self.problems)
+            yield from (f"  {mistake}" for mistake in self.mistakes)
         elif self.misfit:
             yield f"for {self.format.tool}: runs, and does not fit"
             yield f"  {self.misfit}"
@@ -154,7 +154,7 @@ def lint(
     sizes = model_sizes(graph)
     d, wrong = check(text, form, sizes, cluster.world_size)
     found = Lint(form, d, tuple(wrong), usable_bytes=cluster.device.usable_bytes)
-    if d is None or found.problems or not time_limit_s:
+    if d is None or found.mistakes or not time_limit_s:
         return found
 
     def cost(d: Parallelism, limit_s: float) -> Cost:
@@ -263,7 +263,7 @@ def neighbours(d: Parallelism, sizes: ModelSizes) -> Iterator[Parallelism]:
 def _may(d: Parallelism, form: Format, sizes: ModelSizes, cluster: ClusterSpec) -> bool:
     """Whether the format can say it, and nothing is wrong with it."""
     d = replace(d, devices=None)
-    return d.zero <= 3 and form.round(d)[0] == d and not problems(d, form, sizes, cluster.world_size)
+    return d.zero <= 3 and form.round(d)[0] == d and not mistakes(d, form, sizes, cluster.world_size)
 
 
 def _change(
@@ -273,9 +273,9 @@ def _change(
     tried: Iterator[Parallelism],
     cost: Callable[[Parallelism, float], Cost],
     until: float,
-) -> Change | None:
+) -> Improvement | None:
     """The change that helps most, as time permits; where nothing fits, the first that does."""
-    found: Change | None = None
+    found: Improvement | None = None
     least_s = now.step_s * (1 - HELPS) if now is not None else float("inf")
     for each in tried:
         left_s = until - time.monotonic()
@@ -292,5 +292,5 @@ def _change(
             names = tuple(
                 form.fields[name] for name in WORDS if name in form.fields and getattr(d, name) != getattr(each, name)
             )
-            found = Change("; ".join(changed(d, each)), names, taken)
+            found = Improvement("; ".join(changed(d, each)), names, taken)
     return found

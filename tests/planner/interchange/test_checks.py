@@ -199,16 +199,16 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "text", "message"), [*cases()])
 def test_a_mistake_is_found_and_the_way_out_said(name: str, text: str, message: str) -> None:
-    _, problems = check(text, format_of(name), MODEL, 8)
-    assert 0 < len(problems) < 3, [str(each) for each in problems]
-    assert problems[0].change
-    assert re.search(message, str(problems[0])), str(problems[0])
+    _, mistakes = check(text, format_of(name), MODEL, 8)
+    assert 0 < len(mistakes) < 3, [str(each) for each in mistakes]
+    assert mistakes[0].change
+    assert re.search(message, str(mistakes[0])), str(mistakes[0])
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in GOOD.items() for text in texts])
 def test_a_good_one_passes(name: str, text: str) -> None:
-    d, problems = check(text, format_of(name), MODEL, 8)
-    assert not problems, [str(each) for each in problems]
+    d, mistakes = check(text, format_of(name), MODEL, 8)
+    assert not mistakes, [str(each) for each in mistakes]
     assert d is not None
     assert d.size == 8
     assert guess(text).name == name
