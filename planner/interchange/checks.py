@@ -137,7 +137,9 @@ def _sizes(d: Parallelism, form: Format, sizes: ModelSizes) -> Iterator[Mistake]
 def _stages(d: Parallelism, form: Format, sizes: ModelSizes) -> Iterator[Mistake]:
     layers, stages = sizes.layers or d.layers or 0, d.pipeline * d.virtual_stages
     if d.layers and sizes.layers and d.layers != sizes.layers:
-        yield Mistake(f"it is for {d.layers} layers, and the model has {sizes.layers}", f"set {form.fields['layers']}")
+        where = "layers" if "layers" in form.fields else "stage_layers"
+        yield Mistake(f"it is for {d.layers} layers, and the model has {sizes.layers}", f"mend {_field(form, where)}")
+        return
     if d.stage_layers and layers and sum(d.stage_layers) != layers:
         told = "+".join(map(str, d.stage_layers))
         yield Mistake(

@@ -55,7 +55,8 @@ UNREAD = (
 """Arguments that say the stages in a way that is not read here."""
 LIKE = 0.85
 """An argument that is so like one of these is taken for a slip of the pen; all others are of the model or training."""
-KINDS = {"gather": "all_gather", "zigzag": "p2p", "ulysses": "a2a"}
+KINDS = {"zigzag_gather": "all_gather", "zigzag": "p2p", "ulysses": "a2a"}
+"""How context parallel ranks attend; the batch is cut in zigzag order whichever it is."""
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 SELECTIVE = ("layernorm",)
 """What recomputes of a layer where all but products and attention should: norms, which have their own checkpoints."""
@@ -283,9 +284,9 @@ LIMITS = (
         refused=True,
     ),
     Limit(
-        "attention over cut sequences gathers keys, sends them around in zigzag order, or shares heads",
+        "attention over cut sequences gathers keys or sends them around, both in zigzag order, or shares heads",
         lambda d: d.context > 1 and d.context_kind not in ("", *KINDS),
-        lambda d: replace(d, context_kind="gather" if d.context_kind == "zigzag_gather" else "zigzag"),
+        lambda d: replace(d, context_kind="zigzag_gather" if d.context_kind == "gather" else "zigzag"),
     ),
     Limit(
         "norms have a checkpoint of their own; activation functions and what is elementwise beside them do not",

@@ -69,6 +69,13 @@ def test_what_does_not_run_is_not_planned() -> None:
         lint("{}", "yaml", MLP, cluster(4), Training())
 
 
+def test_a_model_in_another_dtype_is_noted() -> None:
+    config = json.loads(deepspeed(3)) | {"bf16": {"enabled": True}}
+    found = linted(json.dumps(config), limit_s=0)
+    assert "it computes in bfloat16, and figures are of the model as it is given, in float32" in found.note
+    assert found.note in " ".join(str(found).split())
+
+
 def test_sizes_are_those_of_the_graph() -> None:
     assert model_sizes(MLP).layers == 4
     assert model_sizes(MLP).heads == 0
