@@ -42,6 +42,9 @@ class ParallelAccelerator(Accelerator):
         options: of ``Accelerator``.
     """
 
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
     def __init__(self, **options: Any):
         config = options.pop("dataloader_config", None) or DataLoaderConfiguration()
         super().__init__(dataloader_config=replace(config, split_batches=True), **options)

@@ -1,4 +1,4 @@
-"""Transformers' ``Trainer`` for parallel modules, and what makes one of a class derived from it."""
+"""Transformers' ``Trainer`` for parallel modules, from which others that derive from it can derive, too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
 
@@ -17,20 +19,31 @@ from autopar.runtime.module import ParallelModule
 from planner.base.errors import CheckpointError, InputError
 
 
-class ParallelTraining(Trainer):
-    """Makes a trainer one of parallel modules: ``class Mine(ParallelTraining, AnyTrainer)``; see :class:`ParallelTrainer`.
+class ParallelTrainer(Trainer):
+    """A ``transformers.Trainer`` of what :func:`autopar.parallelize` returns.
+
+    All processes compute one batch together, as one process of a ``Trainer`` does: ``per_device_train_batch_size`` and
+    ``per_device_eval_batch_size`` are sizes of global batches. Order of samples, collators, gradient accumulation,
+    clipping, evaluation, metrics and what is logged are as in that process. A ``checkpoint-N`` has the weights in
+    Transformers' files, and module, optimizer and scheduler in an autopar checkpoint, from which any plan on any
+    number of processes resumes.
 
     What the trainer asks of a model when it is made, it asks of the original.
 
+    ``class Mine(ParallelTrainer, Theirs)`` is one of another class, if it trains the model's own loss.
+
     Args:
-        model: what :func:`autopar.parallelize` returned.
+        model: the parallel module.
         args, rest, options: of the trainer.
 
     Raises:
-        InputError: the model is no parallel module, or ``args`` have the trainer do what is a part of the plan.
+        InputError: the model is no parallel module, or the trainer is to do what is a part of the plan.
     """
 
-    def __init__(self, model: ParallelModule, args: Any = None, *rest: Any, **options: Any):
+    optimizer: Any
+    processing_class: Any
+
+    def __init__(self, model: Any, args: Any = None, *rest: Any, **options: Any):
         if not isinstance(model, ParallelModule):
             kind = type(model).__name__
             raise InputError(f"the model is a {kind}: give what autopar.parallelize(model, ...) returns")
@@ -39,14 +52,15 @@ class ParallelTraining(Trainer):
         self._set_signature_columns_if_needed()
         self._signature_columns += [name for name, _ in model.planned_form.inputs]
         self.model = self.model_wrapped = self.callback_handler.model = model
+        another_loss = "have autopar.parallelize(..., loss_fn=...) compute it"
         in_plan = {
-            "compute_loss_func": (self.compute_loss_func, "give autopar.parallelize a loss_fn(outputs, batch)"),
-            "label_smoothing_factor": (self.label_smoother, "give autopar.parallelize a loss_fn(outputs, batch)"),
-            "activation_checkpointing": (self.args.activation_checkpointing, "the plan decides it; pin 'recompute'"),
+            "compute_loss_func": (self.compute_loss_func, another_loss),
+            "label_smoothing_factor": (self.label_smoother, another_loss),
+            "activation_checkpointing": (self.args.activation_checkpointing, "pin 'recompute'"),
         }
         for name, (value, way_out) in in_plan.items():
             if value:
-                raise InputError(f"{name} is a part of the plan of a parallel module: leave it out, and {way_out}")
+                raise InputError(f"{name} is decided by the plan of a parallel module: leave it out, and {way_out}")
 
     # ---- processes that have the same batch ----
 
@@ -76,9 +90,9 @@ class ParallelTraining(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of the whole batch; where gradients accumulate, its share by the number of labels, as of ``Trainer``.
+        """The loss of the whole batch; where gradients accumulate, its share by the number of its labels.
 
-        The plan's loss is a mean over the labels of this batch, so it is not given the number of those of all.
+        ``Trainer`` gives a model the number of all labels to divide by; the plan's loss is a mean over the batch's own.
         """
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         if num_items_in_batch is not None and model.training:
@@ -94,7 +108,22 @@ class ParallelTraining(Trainer):
             whole = self._prepare_input(inputs)
             found = tuple(whole.get(name) for name in self.label_names)
             labels = found[0] if len(found) == 1 else found
-        return loss, self.accelerator.gather(logits), labels
+        return loss, None if prediction_loss_only else self._whole(logits), labels
+
+    def _whole(self, outputs: Any) -> Any:
+        """Outputs of the whole batch on every process; with a pipeline, from the stage that returns them."""
+        mine, pipeline = self.accelerator.gather(outputs), self.model.pipeline
+        if pipeline is None:
+            return mine
+        found: list[Any] = [None] * pipeline.size
+        dist.all_gather_object(found, tree_map(torch.Tensor.cpu, mine), group=pipeline.ranks)
+        given = [each for each in found if not isinstance(each, tuple) or each]
+        if len(given) > 1:
+            raise InputError(
+                f"{len(given)} stages of the pipeline return outputs, which are not put together: set ignore_keys or "
+                "prediction_loss_only, or have the model return those of its last layers alone"
+            )
+        return tree_map(lambda each: each.to(self.args.device), given[0]) if given else mine
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """Those of a batch by Transformers' rule, shared out among processes, over which the trainer adds up."""
@@ -119,8 +148,8 @@ class ParallelTraining(Trainer):
         odd = {"params", "model", "optimizer_dict"} & given.keys()
         if odd:
             raise InputError(
-                f"optim={str(self.args.optim.value)!r} takes {', '.join(sorted(odd))} of a whole model: give optimizers="
-                "(pmodel.optimizer(...), None)"
+                f"{make.__name__} is made with {', '.join(sorted(odd))} of a whole model: choose an elementwise "
+                "optimizer, or give optimizers=(pmodel.optimizer(...), None)"
             )
         trained = [name for name, parameter in original.named_parameters() if parameter.requires_grad]
         decayed = {*self.get_decay_parameter_names(original)}
@@ -153,6 +182,13 @@ class ParallelTraining(Trainer):
         if not (Path(resume_from_checkpoint) / FOLDER).exists():  # else with the optimizer, see below
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_best_model(self) -> None:
+        path = Path(self.state.best_model_checkpoint) / FOLDER
+        if path.exists():
+            load_checkpoint(path, self.model)
+        else:
+            super()._load_best_model()
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
@@ -164,14 +200,3 @@ class ParallelTraining(Trainer):
                 f"{checkpoint!r} has the optimizer of a trainer of whole models, whose state no part of a parameter "
                 f"takes: delete its {OPTIMIZER_NAME} to go on from the weights alone"
             )
-
-
-class ParallelTrainer(ParallelTraining, Trainer):
-    """A ``transformers.Trainer`` of what :func:`autopar.parallelize` returns.
-
-    All processes compute one batch together, as one process of a ``Trainer`` does: ``per_device_train_batch_size`` and
-    ``per_device_eval_batch_size`` are sizes of global batches. Order of samples, collators, gradient accumulation,
-    clipping, evaluation, metrics and what is logged are as in that process. A ``checkpoint-N`` has the weights
-    in Transformers' files, and module, optimizer and scheduler in an autopar checkpoint, from which any
-    plan on any number of processes resumes.
-    """

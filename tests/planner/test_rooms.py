@@ -26,6 +26,7 @@ ROOMS = {
         "driver",
         "verification",
         "measure",
+        "integrations",
         "cli",
     ],
     "autopar.runtime": ["host", "spmd", "data", "layers", "autograd", "optim", "offload", "pipeline"],
