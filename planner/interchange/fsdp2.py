@@ -319,7 +319,7 @@ def read(text: str) -> Parallelism:
                 found[name] = ast.literal_eval(node.value)
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
                 raise ConfigError(f"{name!r} is no constant, but {ast.unparse(node.value)}") from error
-            take(found, name, CONSTANTS[name], None)
+            take(found, name, CONSTANTS[name], ...)
     if "MESH" not in found:
         raise ConfigError("it has no 'MESH', the sizes of axes by name: autopar export --to fsdp2 did not write this")
     mesh = found["MESH"]

@@ -53,6 +53,8 @@ UNREAD = (
     "--hierarchical-context-parallel-sizes",
 )
 """Arguments that say the stages in a way that is not read here."""
+LONGEST = 100_000
+"""So many letters a layout has at most, written out."""
 LIKE = 0.85
 """An argument that is so like one of these is taken for a slip of the pen; all others are of the model or training."""
 KINDS = {"zigzag_gather": "all_gather", "zigzag": "p2p", "ulysses": "a2a"}
@@ -114,12 +116,12 @@ def read_layout(text: str) -> tuple[int, ...]:
     spelled = text.replace(",", "")
     while group := re.search(r"\(([^()]*)\)\*(\d+)|([Etm|L])\*(\d+)", spelled):
         what, count = (group[1], group[2]) if group[1] is not None else (group[3], group[4])
-        if int(count) > 10_000:
-            raise ConfigError(f"'--pipeline-model-parallel-layout' {text!r} repeats a part {count} times")
+        if int(count) * len(what) + len(spelled) > LONGEST:
+            raise ConfigError(f"--pipeline-model-parallel-layout {text!r} says more than {LONGEST:,} layers and stages")
         spelled = spelled.replace(group[0], what * int(count), 1)
     if not re.fullmatch(r"E[t|]*L", spelled):
         raise ConfigError(
-            f"'--pipeline-model-parallel-layout' is {text!r}; it is of E, t, |, L, *N and (...)*N, from E to L"
+            f"--pipeline-model-parallel-layout is {text!r}; it is of E, t, |, L, *N and (...)*N, from E to L"
         )
     return tuple(stage.count("t") for stage in spelled.split("|"))
 

@@ -7,6 +7,7 @@ to it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -111,7 +112,9 @@ class Lint:
         if self.cost is not None:
             yield f"  fits: {self._memory(self.cost)}"
             yield f"  takes: {in_seconds(self.cost.step_s)} a step"
-        if self.best is not None:
+        if self.best is not None and self.cost is not None and self.best.step_s >= self.cost.step_s:
+            yield "  best: nothing faster was found in the time"
+        elif self.best is not None:
             less = 1 - self.best.step_s / self.cost.step_s if self.cost is not None else 0.0
             yield f"  best: {in_seconds(self.best.step_s)} a step{self._less(less)}, {self.mesh}"
         if self.change is not None:
@@ -161,30 +164,27 @@ def lint(
     sizes = model_sizes(graph)
     d, wrong = check(text, form, sizes, cluster.world_size)
     found = Lint(form, d, tuple(wrong), usable_bytes=cluster.device.usable_bytes, note=_note(d, graph))
-    if d is None or found.mistakes or not time_limit_s:
+    if not time_limit_s:
         return found
 
     def cost(d: Parallelism, limit_s: float) -> Cost:
         return cost_of(searched(graph, cluster, d, training, limit_s))
 
-    until = time.monotonic() + time_limit_s
-    if progress is not None:
-        progress("planning what the configuration says")
+    until, say = time.monotonic() + time_limit_s, progress or (lambda text: None)
+    say("looking for the best plan")
+    with contextlib.suppress(AutoparError):  # where nothing fits, what the configuration says does not, and says so
+        best = search(graph, cluster, Pins(), training, time_limit_s=time_limit_s / 3, gap=HELPS, progress=progress)
+        found = replace(found, best=cost_of(best), mesh=_told(best))
+    if d is None or found.mistakes:
+        return found
+    say("planning what the configuration says")
     try:
         found = replace(found, cost=cost(d, time_limit_s / 3))
     except InfeasibleError as error:
         found = replace(found, misfit=str(error))
     except AutoparError as error:
-        return replace(found, misfit=f"our model has no plan that is so: {error}")
-    if progress is not None:
-        progress("looking for the best plan")
-    try:
-        best = search(graph, cluster, Pins(), training, time_limit_s=time_limit_s / 3, gap=HELPS, progress=progress)
-        found = replace(found, best=cost_of(best), mesh=_told(best))
-    except AutoparError:
-        pass
-    if progress is not None:
-        progress("trying changes")
+        return replace(found, note=f"what it takes is not known, since our planner has no such plan: {error}")
+    say("trying changes")
     tried = (each for each in neighbours(d, sizes) if _may(each, form, sizes, cluster))
     return replace(found, change=_change(d, form, found.cost, tried, cost, until))
 

@@ -60,8 +60,10 @@ def test_what_does_not_fit_is_said_with_a_change_that_does() -> None:
     assert "runs, and does not fit" in str(found)
 
 
-def test_what_does_not_run_is_not_planned() -> None:
+def test_of_what_does_not_run_the_best_plan_is_said_alone() -> None:
     found = linted(json.dumps({"tp_size": 3, "fsdp_size": 1}))
+    assert found.best is not None
+    assert found.change is None
     assert not found.runs
     assert found.cost is None
     assert "set fsdp_size" in str(found) or "take degrees" in str(found)
