@@ -24,7 +24,8 @@ class Inner:
 
     It moves ``count`` elements for every index of ``factors`` (rank-local), of ``item_bytes`` each; ranks that share
     factors of ``shared`` share these elements, and one of so many ``parts`` of them is moved. What goes ``around`` the
-    ranks is called once for each of the others.
+    ranks is called once for each of the others; where a rank meets only so many indices of the last factor before its
+    own (``reach``), as often as it takes to bring these, with those that are left.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Inner:
     phase: str = "forward"
     shared: tuple[str, ...] = ()
     around: bool = False
+    reach: int | None = None
     parts: int = 1
 
 

@@ -8,7 +8,7 @@ the local types that the operator's row gives them. :data:`LOCAL_FORMS` says whi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.runtime.layers.attention import attention
@@ -29,7 +29,7 @@ from autopar.runtime.layers.normalization import (
 from autopar.runtime.layers.random import draw, draw_attention
 from autopar.runtime.layers.streamed_linear import linear
 from autopar.runtime.spmd.rank_index import Groups
-from planner.ops.attention import QUERY_WAYS, RINGS, ZIGZAGS
+from planner.ops.attention import OURS, QUERY_WAYS, RINGS, ZIGZAGS
 from planner.ops.normalization import HIDDEN
 
 CONTRACTED = "contracted"
@@ -49,6 +49,7 @@ class LocalForm:
         is_region: its first argument is the run state, and it is one region of it (:func:`RandomState.region`) that
             draws nothing: what it keeps for backward is made anew where it runs again. It always replaces the operator.
         takes_path: a keyword ``path`` takes the path of the module, for errors. It always replaces the operator.
+        always: it replaces the operator where no factor is sharded, too.
     """
 
     function: Callable[..., Any]
@@ -57,12 +58,18 @@ class LocalForm:
     takes_op: bool = False
     is_region: bool = False
     takes_path: bool = False
+    always: bool = False
 
 
 _TOKENS = ("t", "d1", "d2", "d3")
 _CLASSES = {"class_groups": ("classes",)}
 _BATCH = {"batch_groups": ("n",)}
 _HIDDEN = {"hidden_groups": HIDDEN}
+_ATTENTION = LocalForm(
+    attention,
+    {"query_groups": tuple(QUERY_WAYS), "ring_groups": RINGS, "zigzag_groups": ZIGZAGS},
+    strips={"query_groups": "query_strips"},
+)
 _GROUPED = LocalForm(grouped_convolution, {"channel_groups": ("g",)}, takes_op=True)
 _MEAN = LocalForm(partial_mean, {"contracted_groups": (CONTRACTED,)}, takes_op=True)
 _NLL = LocalForm(nll_loss, {"token_groups": _TOKENS}, takes_op=True)
@@ -80,15 +87,8 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     "aten.gather.default": LocalForm(gather, _CLASSES, takes_op=True),
     "aten.scatter.src": LocalForm(scatter, _CLASSES, takes_op=True),
     "aten.scatter.value": LocalForm(scatter, _CLASSES, takes_op=True),
-    "aten.scaled_dot_product_attention.default": LocalForm(
-        attention,
-        {
-            "query_groups": tuple(QUERY_WAYS),
-            "ring_groups": RINGS,
-            "zigzag_groups": ZIGZAGS,
-        },
-        strips={"query_groups": "query_strips"},
-    ),
+    "aten.scaled_dot_product_attention.default": _ATTENTION,
+    OURS: replace(_ATTENTION, always=True),
     "autopar.experts.default": LocalForm(
         experts, {"holding_groups": ("e", "t.dispatch"), "dispatch_groups": ("t.dispatch",)}, is_region=True
     ),
