@@ -358,8 +358,8 @@ def read(text: str) -> Parallelism:
     if schedule not in SCHEDULES:
         raise ConfigError(f"'SCHEDULE' is {schedule!r}; it is one of {', '.join(SCHEDULES)}")
     stages, pipeline = found.get("STAGES", []), sizes["pipeline"]
-    if not all(isinstance(count, int) and count > 0 for count in stages):
-        raise ConfigError(f"'STAGES' is {stages!r}; it says how many layers each stage has, one or more")
+    if not all(isinstance(count, int) and count >= 0 for count in stages):
+        raise ConfigError(f"'STAGES' is {stages!r}; it says how many layers each stage has")
     if pipeline > 1 and (not stages or len(stages) % pipeline):
         raise ConfigError(f"'STAGES' has {len(stages)} stages, which {pipeline} pipeline ranks do not divide")
     zero, copies = found.get("ZERO", 0), sizes["replicate"]

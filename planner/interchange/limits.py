@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from planner.interchange.format import Limit
-from planner.interchange.parallelism import Parallelism, is_along
+from planner.interchange.parallelism import Parallelism, is_along, standard
 
 DENSE = "their ranks share the batch and parameters instead"
 
@@ -136,8 +136,10 @@ def layers_alone(tool: str, kinds: Collection[str]) -> Limit:
 
     def rest(d: Parallelism) -> dict[str, str]:
         left_out = unsaid(d)
-        is_within = any("*" in path for path in left_out)
-        return {} if is_within else {path: kind for path, kind in d.products.items() if path not in left_out}
+        if not any("*" in path for path in left_out):
+            return {path: kind for path, kind in d.products.items() if path not in left_out}
+        usual = {path: standard(path) for path in d.products}
+        return usual if all(kind in kinds for kind in usual.values()) else {}
 
     return Limit(
         f"{tool} shares whole linear layers and look-ups, and the layers of a model only together",

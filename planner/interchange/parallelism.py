@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from planner.base.errors import ConfigError
 
 Recomputation = Literal["none", "resharded", "selective", "full"]
+TOOL_DIVIDES = "as the tool divides them"
 REST = 0
 """A number that is not stated: data-parallel ranks are those that the other degrees leave, micro-batches those that the
 batch takes."""
@@ -162,7 +164,10 @@ def told(name: str, value: Any) -> str:
     if name == "products":
         return ", ".join(f"{path} by {kind}" for path, kind in value.items()) or "as the tool decides"
     if name == "stage_layers":
-        return "+".join(map(str, value)) or "as the tool divides them"
+        runs = [(layers, len([*run])) for layers, run in groupby(value)]
+        return (
+            "+".join(f"{count}x{n}" if count > 2 else "+".join([str(n)] * count) for n, count in runs) or TOOL_DIVIDES
+        )
     if value is True or value is False:
         return "on" if value else "off"
     if name in ("recompute_layers", "context_kind", "expert_tensor") and not value:

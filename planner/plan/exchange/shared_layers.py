@@ -59,9 +59,11 @@ def _kind(document: Document, detail: BlockDetail, name: str, op: OpDetail, at: 
         kind, is_inside = PRODUCTS[meaning], NUMBER.search(op.path) is not None
         if called != LAYER:
             return f"{kind} of {called}"
-        if kind == "column" and (not is_inside or _is_gathered(detail, name, at)):
-            return "gathered column"
-        return "split row" if kind == "row" and (not is_inside or _is_split(op, at)) else kind
+        if kind == "column":
+            return "gathered column" if not is_inside or _is_gathered(detail, name, at) else kind
+        if _is_scattered(detail, name, at):
+            return "scattered row"
+        return "split row" if not is_inside or _is_split(op, at) else kind
     if meaning == "sequence" or not op.results or not op.results[0].split()[at].startswith("S("):
         return ""
     axis = document.mesh.axes[at].name
@@ -92,9 +94,15 @@ def _gathers(move: Move, at: int) -> bool:
 
 
 def _is_split(op: OpDetail, at: int) -> bool:
-    """Whether an operator takes parts of what comes whole."""
-    moves = [move for move in op.before if move.value not in op.parameters]
-    return any(not m.source.split()[at].startswith("S") and m.target.split()[at].startswith("S") for m in moves)
+    """Whether an operator takes parts along features of what comes whole, or in other parts."""
+    return any(m.source.split()[at] != m.target.split()[at] for m in op.before if m.value not in op.parameters)
+
+
+def _is_scattered(detail: BlockDetail, name: str, at: int) -> bool:
+    """Whether of the sums that an operator makes each rank goes on with some features."""
+    features = f"S({len(detail.ops[name].shape) - 1}"
+    moves = [*detail.ops[name].after, *(move for op in detail.ops.values() for move in op.before if move.value == name)]
+    return any(move.target.split()[at].startswith(features) for move in moves)
 
 
 def _numbers_left_out(found: dict[str, str]) -> dict[str, str]:
