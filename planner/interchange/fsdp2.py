@@ -254,6 +254,8 @@ def _build(d: Parallelism, sharded: list[str]) -> Iterator[str]:
     yield "\n\ndef build(model: nn.Module, device: str) -> Built:"
     yield '    """The stages of this rank, of a model that every process has; optimize their parameters."""'
     yield "    mesh = init_device_mesh(device, tuple(MESH.values()), mesh_dim_names=tuple(MESH))"
+    yield "    if model.get_input_embeddings().weight is model.get_output_embeddings().weight:"
+    yield '        raise RuntimeError("the first and the last stage would share a weight: untie the embeddings")'
     yield '    group, ranks = mesh["pipeline"].get_group(), MESH["pipeline"]'
     yield "    modules, stages = [], []"
     yield '    for stage_number in range(mesh.get_local_rank("pipeline"), len(STAGES), ranks):'
@@ -292,6 +294,10 @@ def _plain_step(d: Parallelism, sharded: list[str]) -> Iterator[str]:
     yield "    parts = {name: value.chunk(ranks)[mine].chunk(MICRO_BATCHES) for name, value in batch.items()}"
     yield "    losses = []"
     yield "    for number in range(MICRO_BATCHES):"
+    if sharded and d.zero in (1, 2) and d.micro_batches > 1:
+        yield "        is_last = number == MICRO_BATCHES - 1"
+        yield "        model.set_requires_gradient_sync(is_last)  # once a step"
+        yield "        model.set_reshard_after_backward(is_last)"
     yield "        loss = model(**{name: each[number] for name, each in parts.items()}).loss / MICRO_BATCHES"
     yield "        loss.backward()"
     yield "        losses.append(loss.detach())"

@@ -127,6 +127,9 @@ def run_fsdp2(text: str) -> int:
                     rest = f"layers.{first + int(own)}.{rest}"
                 found[f"model.{rest}"] = gradient
     check(loss, found)
+    with exact():
+        again = module.train_step(model, built, batch()).item()
+    assert abs(again - loss) < 1e-12, "a second step on the same parameters"
     if "PRODUCTS" in vars(module):
         original, other = decoder(), decoder(seed=1)
         with exact():

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 EXCHANGE = Path(__file__).parents[2] / "planner" / "golden" / "exchange"
 PINS: dict[str, dict[str, Any]] = {
     "copies and shards, recomputing": {"replicate": 2, "data": 2, "zero": 3, "recompute": "full", "micro_batches": 2},
-    "tensor, recomputing": {"data": 2, "tensor": 2, "zero": 3, "recompute": "selective", "micro_batches": 1},
+    "tensor, recomputing": {"data": 2, "tensor": 2, "zero": 1, "recompute": "selective", "micro_batches": 2},
     "interleaved, sharded": {"pipeline": 2, "data": 2, "zero": 1, "micro_batches": 4, "virtual_stages": 2},
 }
 
