@@ -60,13 +60,14 @@ def experts(
         if x.is_meta or isinstance(x, FakeTensor):
             found = torch.ops.autopar.experts.default(x, indices, weights, *matrices, *arguments)
             return as_partial(found, whole)
-        count = len(up) * ranks(holding_groups)
+        count, is_simulated = len(up) * ranks(holding_groups), isinstance(x, LocalTensor)
         # Nobody is told where rows were counted already, or are of all ranks at once.
-        is_seen = not (state.random.is_replaying or isinstance(x, LocalTensor))
-        seen = partial(_note, state, first(count, holding_groups, x.device), count) if is_seen else None
+        is_seen = not (state.random.is_replaying or is_simulated)
+        seen = partial(_note, state, holding_groups, count) if is_seen else None
         if not dispatch_groups:
             run = partial(routed, form=Expert(*arguments), count=count, seen=seen)
-            found = for_each_rank(run, x, indices, weights, *matrices, first(count, whole, x.device))
+            at = first(count, whole, x.device) if is_simulated else len(up) * state.random.coordinate(whole)
+            found = for_each_rank(run, x, indices, weights, *matrices, at)
         else:
             ways = _Ways(holding_groups, dispatch_groups, len(up), x.device)
             run = partial(_made, form=Expert(*arguments), seen=seen)
@@ -92,7 +93,14 @@ class _Ways:
 
     def start(self, x: Tensor, indices: Tensor, *here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A row for each token and expert, sorted by where it goes; which token and place each is of; how many go."""
-        chosen = known(indices, self.each * ranks(self._holding))
+        number = known(indices, self.each * ranks(self._holding))
+        if here:
+            number = self._among_those_here(number, here)
+        slots, counts = by_expert(number, self.count)
+        return take(x, slots, indices.shape[-1]), slots, counts
+
+    def _among_those_here(self, chosen: Tensor, here: Sequence[Tensor]) -> Tensor:
+        """Experts as they are numbered among those that tokens may go to; ``count`` where others have an expert."""
         block, goes, number = chosen // self.each, torch.ones_like(chosen, dtype=torch.bool), torch.zeros_like(chosen)
         places = iter(here)
         for at, group in enumerate(self._holding):
@@ -101,14 +109,12 @@ class _Ways:
                 number = number * group.size() + place
             else:
                 goes &= place == next(places)
-        number = torch.where(goes, number * self.each + chosen % self.each, -1)
-        slots, counts = by_expert(number, self.count)
-        return take(x, slots, indices.shape[-1]), slots, counts
+        return torch.where(goes, number * self.each + chosen % self.each, self.count)
 
 
-def _note(state: RunState, first: Tensor, count: int, tokens: Sequence[int]) -> None:
+def _note(state: RunState, holding: Groups, count: int, tokens: Sequence[int]) -> None:
     """Remember how many tokens went to each expert of this rank."""
-    state.routed.append(Routed(int(first), count, tuple(tokens)))
+    state.routed.append(Routed(state.random.coordinate(holding) * len(tokens), count, tuple(tokens)))
 
 
 def _dispatched(
@@ -140,10 +146,10 @@ def _regrouped(rows: Tensor, counts: Tensor, shape: tuple[int, ...]) -> tuple[Te
     """Rows in runs of ``counts[a * b * c]``, sorted by ``(b, a, c)`` instead of ``(a, b, c)``; their new counts, and
     which row is where.
     """
-    after = torch.arange(len(counts), device=counts.device).view(shape).transpose(0, 1).flatten()
-    place = torch.empty_like(after).index_copy_(0, after, torch.arange(len(counts), device=counts.device))
+    sources, following, _ = shape
+    place = torch.arange(len(counts), device=counts.device).view(following, sources, -1).transpose(0, 1).flatten()
     order = torch.argsort(place.repeat_interleave(counts), stable=True)
-    return take(rows, order), counts[after], order
+    return take(rows, order), counts.view(shape).transpose(0, 1).flatten(), order
 
 
 def _restored(rows: Tensor, order: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-import torch.distributed._functional_collectives as funcol
+import torch.distributed as dist
 from torch import SymInt, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor
@@ -23,7 +23,9 @@ Splits = Sequence[int | SymInt]
 
 def exchange_counts(counts: Tensor, group: ProcessGroup) -> Tensor:
     """``counts[p * n] -> [p * n]``: what each of ``p`` ranks has for this one."""
-    return funcol.wait_tensor(funcol.all_to_all_single(counts, None, None, group))
+    arrived = torch.empty_like(counts)
+    dist.all_to_all_single(arrived, counts, group=group)
+    return arrived
 
 
 def exchange_rows(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) -> Tensor:
@@ -83,6 +85,11 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def _exchanged(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) -> Tensor:
-    there: Any = [*sent]  # numbers of all ranks at once are as good as numbers
+    there: Any = [*sent]
     here: Any = [*received]
-    return funcol.wait_tensor(funcol.all_to_all_single(rows.contiguous(), here, there, group))
+    rows = rows.contiguous()
+    if isinstance(rows, LocalTensor):  # of all ranks at once, which send other numbers each
+        return wait(torch.ops._c10d_functional.all_to_all_single.default(rows, here, there, group.group_name))
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(found, rows, here, there, group=group)
+    return found
