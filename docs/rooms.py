@@ -49,6 +49,7 @@ PLACES: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
     "planner.plan": (416, 456, 172, 66, ("the document: JSON, report,", "timeline, why and why not")),
     "planner.tables": (598, 456, 126, 66, ("embedding tables:", "which rank has which")),
     "planner.sizes": (734, 456, 114, 66, ("the same plan", "at other sizes")),
+    "planner.interchange": (416, 532, 432, 46, ("configurations of other tools, written and read",)),
     "planner.ops": (416, 588, 132, 66, ("the op table:", "a row per operator")),
     "planner.cost": (566, 588, 132, 66, ("kernels, links,", "calibration")),
     "planner.base": (716, 588, 132, 66, ("errors, units,", "text")),

@@ -1,4 +1,4 @@
-"""The command line: ``autopar plan``, ``show``, ``rebind``, ``verify``, ``profile``, ``checkpoint`` and ``demo``.
+"""The command line: ``autopar plan``, ``show``, ``rebind``, ``export``, ``verify``, ``profile`` and so on.
 
 Only what ``--help`` needs is imported at the top; torch comes with the first command that needs it, and once its words
 are known to be right (:mod:`autopar.cli.arguments`). An error of the user's is one message and exit code 2.
@@ -251,6 +251,55 @@ def rebind(
         rebound = found.rebind(loaded.model, where, example_kwargs=loaded.inputs, time_limit_s=time_limit, progress=say)
     typer.echo(str(rebound), nl=False)
     _write(rebound, out, html, trace)
+
+
+@app.command("export")
+def export_plan(
+    plan: PlanFile,
+    to: Annotated[
+        str,
+        typer.Option(metavar="FORMAT", help="hf, accelerate, torchtitan, megatron or deepspeed."),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="MODEL", help="The plan's model, to price what the format cannot say."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help=BATCH, show_default="the plan's")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help=SEQUENCE, show_default="the plan's")] = None,
+    inputs: Inputs = None,
+    dtype: DType = None,
+    out: Annotated[Path | None, typer.Option(help="Write the configuration here.")] = None,
+    time_limit: TimeLimit = 10.0,
+) -> None:
+    """Write a plan as a configuration of another tool, and say what of it is lost, at which price."""
+    _check_writable(out)
+    with _status("reading the plan") as say:
+        from planner.interchange.formats import format_of
+        from planner.plan.plan import Plan
+
+        format_of(to)
+        found = Plan.load(plan)
+        if model is not None:
+            from autopar.cli import arguments
+
+            cast = None if dtype is None else arguments.read_dtype(dtype)
+            name, forms = arguments.read_model(model, cast), arguments.read_inputs(inputs or ())
+
+            from autopar.cli import model_loading
+
+            sizes = model_loading.planned_sizes(found)
+            planned = found if batch is None and seq is None else None
+            loaded = model_loading.load(name, batch, seq, forms, sizes, planned=planned, dtype=cast)
+            warnings.simplefilter("ignore", PlanWarning)
+            say("pricing the plan")
+            found = autopar.evaluate(loaded.model, found, example_kwargs=loaded.inputs)
+        exported = found.export(to, time_limit_s=time_limit)
+    if out is None:
+        typer.echo(exported.text)
+    else:
+        exported.save(out)
+        typer.echo(f"written: {out}", err=True)
+    typer.echo(exported.report, err=out is None)
 
 
 @app.command()

@@ -21,6 +21,10 @@ class PinError(AutoparError, ValueError):
     """A pinned decision contradicts another, the model, or the cluster."""
 
 
+class ConfigError(AutoparError, ValueError):
+    """A configuration of another tool cannot be read, or contradicts itself."""
+
+
 class PlanError(AutoparError, ValueError):
     """A plan file is damaged, or does not fit the model or the cluster."""
 

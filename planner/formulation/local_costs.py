@@ -182,9 +182,9 @@ class LocalCosts:
         if not any(Ref(node.name, index) in self.graph.differentiated for index in range(len(node.results))):
             return 0
         types, on_cpu, sizes = self.graph.input_types(node), self.cost.cluster.on_cpu, self._sizes(node, choice)
-        kept = (saved for saved in saved_tensors(node, types, on_cpu) if is_own(saved))
-        kept = (saved for saved in kept if saved.kind != "copy")  # operands, which are counted, stand for copies
         share = self.share(choice)
+        kept = (saved for saved in saved_tensors(node, types, on_cpu, share) if is_own(saved))
+        kept = (saved for saved in kept if saved.kind != "copy")  # operands, which are counted, stand for copies
         return sum(own_bytes(saved, node, types, sizes, on_cpu, share) for saved in kept)
 
     def storage(self, node: Node, layout: Layout) -> tuple[float, int]:

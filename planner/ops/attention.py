@@ -113,8 +113,6 @@ def no_zigzag(node: Node, operands: tuple[TensorType, ...]) -> str:
 def no_ring(node: Node, operands: tuple[TensorType, ...]) -> str:
     """Why keys and values of an attention cannot go around in a ring; empty where they can."""
     query, key, value, *masks = operands
-    if node["dropout_p"]:
-        return f"drops weights of keys (dropout_p={node['dropout_p']}), and no kernel that merges says which"
     if any(mask.grad for mask in masks):
         return "has a mask that is trained, whose gradient no kernel gives without all scores"
     if query.shape[-2] != key.shape[-2] and node["is_causal"]:

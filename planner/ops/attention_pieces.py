@@ -107,14 +107,12 @@ class QueryShards:
         return 1.0 if self.is_zigzag else 1 + (self.ranks - 1) / (self.ranks * self.strips)
 
     def is_in_pieces(self, node: Node) -> bool:
-        """Whether it runs piece by piece: not where all that a rank sees are whole rows, nor where it drops some."""
-        return self.ring > 1 or (self.ranks > 1 and is_causal(node) and not node["dropout_p"])
+        """Whether it runs piece by piece: not where all that a rank sees are whole rows."""
+        return self.ring > 1 or (self.ranks > 1 and is_causal(node))
 
     def load(self, node: Node) -> float:
         """What the busiest rank has of the pairs that an operator meets over the average."""
-        if self.ranks == 1 or not is_causal(node):
-            return 1.0
-        return self.busiest if self.is_in_pieces(node) else 2.0  # what drops some has a mask, and meets all
+        return self.busiest if self.ranks > 1 and is_causal(node) else 1.0
 
     def pieces(self, queries: int, keys: int, causal: bool) -> Counter[tuple[int, int, bool]]:
         """How often the last rank meets so many queries with so many keys, causally or not.
@@ -185,7 +183,7 @@ def merged_bytes(node: Node, shapes: Sequence[tuple[int, ...]], shards: QuerySha
 
 
 def scratch_bytes(
-    node: Node, types: Sequence[TensorType], sizes: Sequence[int], shards: QueryShards
+    node: Node, types: Sequence[TensorType], sizes: Sequence[int], shards: QueryShards, has_scores: bool
 ) -> tuple[int, int]:
     """What attention in pieces needs while it runs, forward and backward, besides its tensors and their gradients.
 
@@ -196,13 +194,23 @@ def scratch_bytes(
     Args:
         types: of operands.
         sizes: bytes of operands, then results, on one rank.
+        has_scores: those of a piece are there while it runs, twice forward and three times backward, and copies of
+            what it reads, keys for every head.
     """
     (query, key, value), out, goes = sizes[:3], sizes[len(types)], shards.ring > 1
-    wide = max(1, 4 // node.results[0].item_bytes)
+    item = node.results[0].item_bytes
+    wide = max(1, 4 // item)
     mask = sum(size // each.item_bytes for size, each in zip(sizes[3 : len(types)], types[3:], strict=True))
-    held = (2 * (key + value) if goes else 0) + mask * node.results[0].item_bytes // shards.ring
+    held = (2 * (key + value) if goes else 0) + mask * item // shards.ring
     forward, backward = held + 2 * wide * out, held + wide * (query + (key + value) * (3 if goes else 1))
     if shards.is_zigzag:
         entered = query + (key + value if goes else 0)
         forward, backward = forward + entered, backward + entered + 2 * out
+    if has_scores:
+        queries, keys, depth = types[0].shape[-2] // shards.ranks, types[1].shape[-2] // shards.ring, types[0].shape[-1]
+        largest = max(n * m for n, m, _ in shards.pieces(queries, keys, is_causal(node)))
+        scores = wide * query // depth // queries * largest
+        copies = wide * (query + query // depth // queries * keys * (depth + types[2].shape[-1]))
+        copies *= 1 if wide == 1 else 2  # in what they are computed in, and side by side
+        forward, backward = forward + 2 * scores + copies, backward + 3 * scores + copies
     return forward, backward

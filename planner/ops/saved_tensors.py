@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.ir.graph import Node, TensorType
-from planner.ops import OPS
+from planner.ops import OPS, attends
 from planner.ops.attention_pieces import QueryShards, scratch_bytes
 from planner.ops.function import kept
 from planner.ops.table import Saved, Share
@@ -21,13 +21,14 @@ FLASH = (Saved("out"), Saved("rows"))
 SCORES = Saved("scores")
 
 
-def saved_tensors(node: Node, types: tuple[TensorType, ...], on_cpu: bool) -> tuple[Saved, ...]:
+def saved_tensors(node: Node, types: tuple[TensorType, ...], on_cpu: bool, share: Share) -> tuple[Saved, ...]:
     """What backward of an operator needs; of one without a row all operands.
 
     Args:
         types: of its operands.
         on_cpu: whether it runs on a CPU, where attention keeps scores that drops some, or whose mask is trained; with
-            nothing dropped it then has copies in place of operands.
+            nothing dropped it then has copies in place of operands. In pieces it keeps no scores.
+        share: how much of it the rank has.
     """
     row = OPS.get(node.op)
     if row is None:
@@ -35,6 +36,8 @@ def saved_tensors(node: Node, types: tuple[TensorType, ...], on_cpu: bool) -> tu
     found = row.saved(node, types)
     if SCORES not in found or not on_cpu:
         return found
+    if _is_in_pieces(node, share):
+        return tuple(saved for saved in found if saved != SCORES)
     found = tuple(saved for saved in found if saved not in FLASH)
     return found if node["dropout_p"] else tuple(Saved("copy", s.place) if s.kind == "in" else s for s in found)
 
@@ -118,20 +121,25 @@ def beside(
     if row is not None and row.between is not None:
         found = row.between(node, types, sizes, share)
         return ScratchBytes(found.forward, found.backward)
-    shards = QueryShards.of(share.parts)
-    if row is not None and row.kernel == "attention" and shards.is_in_pieces(node):
-        return ScratchBytes(*scratch_bytes(node, types, sizes, shards))
+    if _is_in_pieces(node, share):
+        has_scores = on_cpu and bool(node["dropout_p"])
+        return ScratchBytes(*scratch_bytes(node, types, sizes, QueryShards.of(share.parts), has_scores))
     if row is None or not on_cpu or SCORES not in row.saved(node, tuple(types)):
         return ScratchBytes()
     drops, scores, wide = bool(node["dropout_p"]), _scores_bytes(types, sizes), _wide(types) // types[0].item_bytes
     query, key, value, result = (wide * sizes[at] for at in (0, 1, 2, len(types)))
-    kept_ = (saved for saved in saved_tensors(node, tuple(types), on_cpu) if is_own(saved))
+    kept_ = (saved for saved in saved_tensors(node, tuple(types), on_cpu, share) if is_own(saved))
     counted = sum(own_bytes(saved, node, types, sizes, on_cpu, share) for saved in kept_) + result // wide
     at_end = 2 * query + key + value + (3 if drops else 1) * scores + result
     at_softmax = 2 * query + key + 2 * scores + scores // _wide(types)
     gradients = sum(size for size, tensor in zip(sizes, types, strict=False) if tensor.grad)
     working = value + scores, 0 if drops else 2 * scores - result // wide
     return ScratchBytes(max(at_end, at_softmax) - counted, max(0, max(working) - gradients))
+
+
+def _is_in_pieces(node: Node, share: Share) -> bool:
+    """Whether it is attention that a rank runs piece by piece."""
+    return attends(node.op) and QueryShards.of(share.parts).is_in_pieces(node)
 
 
 def _wide(types: Sequence[TensorType]) -> int:

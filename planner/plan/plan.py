@@ -56,6 +56,7 @@ from planner.solve.transfers import TransferSchedule
 
 if TYPE_CHECKING:
     from planner.cost.cluster import ClusterSpec
+    from planner.plan.exchange.export import Export
     from planner.plan.pareto import ParetoCurve
     from planner.plan.report.explain import Explanation
     from planner.plan.report.why_not import WhyNot
@@ -233,6 +234,21 @@ class Plan(Document):
             raise PlanError(WITHOUT_GRAPH)
         staged = restage(self, self.assignment)
         return usage(self.assignment).fullest if staged is None else peak_micro_batched(self.assignment, staged)
+
+    def export(self, to: str, *, time_limit_s: float = 10.0) -> Export:
+        """This plan as a configuration of another tool, what of it that does not say, and what the difference costs.
+
+        Args:
+            to: ``hf``, ``accelerate``, ``torchtitan``, ``megatron`` or ``deepspeed``.
+            time_limit_s: of the search for what the configuration takes, where it is not what the plan takes.
+
+        Raises:
+            ConfigError: there is no such format.
+            InputError: the time limit is not positive.
+        """
+        from planner.plan.exchange.export import export
+
+        return export(self, to, time_limit_s=time_limit_s)
 
     # ---- against memory --------------------------------------------------------------------------------------------
 

@@ -215,7 +215,7 @@ class _Block:
         node = self.backward.nodes[at]
         types, row = self.graph.input_types(node), OPS.get(node.op)
         if row is not None and row.anew:
-            kept = (saved for saved in saved_tensors(node, types, False) if is_own(saved))
+            kept = (saved for saved in saved_tensors(node, types, False, WHOLE) if is_own(saved))
             return sum(own_bytes(saved, node, types, (), False, WHOLE) for saved in kept)
         return sum(self._bytes(self.backward.tensors[at][place]) for place in self.backward.own_places(at))
 

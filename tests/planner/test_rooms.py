@@ -13,7 +13,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # The rooms of each package, bottom up: a room may import itself and those above it in this table.
 ROOMS = {
-    "planner": ["base", "ir", "ops", "cost", "tables", "solve", "formulation", "analysis", "sizes", "search", "plan"],
+    "planner": [
+        "base",
+        "ir",
+        "ops",
+        "cost",
+        "tables",
+        "solve",
+        "formulation",
+        "analysis",
+        "sizes",
+        "search",
+        "interchange",
+        "plan",
+    ],
     "autopar": [
         "graph",
         "functions",

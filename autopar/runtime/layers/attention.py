@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.operators.autocast import as_autocast
 from autopar.runtime.layers.partial_attention import Places, attend
-from autopar.runtime.spmd.rank_index import Groups, cut, ranks
+from autopar.runtime.spmd.rank_index import Groups, ranks
 
 
 def attention(
@@ -46,7 +46,7 @@ def attention(
     Returns:
         ``[.., h, query / ranks, e]``, ``S`` on ``query_groups``.
     """
-    if ring_groups or (is_causal and query_groups and not dropout_p):
+    if ring_groups or (is_causal and query_groups):
         length, (ring,) = query.shape[-2] * ranks(query_groups), ring_groups or (None,)
         places = Places.of(length, query_groups, query_strips, ring, is_zigzag=bool(zigzag_groups))
         operands = [as_autocast(t) for t in (query, key, value)]
@@ -56,17 +56,10 @@ def attention(
         q, k, v = (_in_four_dims(t, batch, count) for t, count in zip(operands, heads, strict=True))
         mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        out = attend(q, k, v, mask, is_causal, scale, places)
+        out = attend(q, k, v, mask, dropout_p, is_causal, scale, places)
         if max(t.dim() for t in operands) == 4:
             return out
         return out.reshape(*batch, *heads[:1] * (max(t.dim() for t in operands) > 2), *out.shape[-2:])
-    if is_causal and query_groups:  # drops: no kernel says which
-        assert attn_mask is None, "attention takes a mask or is_causal, not both"
-        length = query.shape[-2] * ranks(query_groups)
-        rows = cut(torch.arange(length, device=query.device), query_groups, query_strips, like=query)
-        columns = cut(torch.arange(key.shape[-2], device=query.device), (), like=query)
-        attn_mask = rows.unsqueeze(-1) >= columns
-        is_causal = False
     return torch.ops.aten.scaled_dot_product_attention.default(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

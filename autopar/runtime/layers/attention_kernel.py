@@ -1,13 +1,13 @@
 """Attention of some queries with some keys on one device, with the log-sum-exp of its scores.
 
 Results over several sets of keys are merged by it (:mod:`autopar.runtime.layers.partial_attention`). torch's public
-attention does not return it; this is the only file that calls the kernels below that do. Scores are never stored,
-except for float64 on GPUs, where torch has no such kernel.
+attention does not return it; this is the only file that calls the kernels below that do. Scores of a piece are there
+while it runs where torch has no kernel without: for float64 on GPUs, and where CPUs drop some.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch.nn.functional import pad
 _aten = torch.ops.aten
 ALIGNMENT = 8
 """GPUs' kernels take heads whose sizes are multiples of it."""
+Drawn = tuple[Tensor, ...]
+"""What a kernel of GPUs drew weights to drop by, which its backward takes."""
 LSE_ALIGNMENT = 32
 """To so many queries the memory-efficient kernel pads the log-sum-exp."""
 
@@ -30,6 +32,9 @@ class AttentionPiece:
         mask: is added to scores; broadcasts to ``[b, h, n, m]``, and is of their dtype.
         causal: query ``i`` sees keys ``0..i``; there are as many of both.
         scale: of the products of queries and keys.
+        dropout_p: the share of weights that is dropped at random; what queries see of other keys is not weighed by it,
+            so that pieces are merged as without.
+        seed: of what is drawn, where that is not done by a kernel of GPUs.
     """
 
     query: Tensor
@@ -38,27 +43,30 @@ class AttentionPiece:
     mask: Tensor | None
     causal: bool
     scale: float
+    dropout_p: float = 0.0
+    seed: int = 0
 
-    def forward(self) -> tuple[Tensor, Tensor]:
+    def forward(self) -> tuple[Tensor, Tensor, Drawn]:
         """``[b, h, n, e]`` and the log-sum-exp ``[b, h, n]``: 0 and ``-inf`` for a query that sees none of the keys."""
-        out, lse = _forward(self._padded())
+        out, lse, drawn = _forward(self._padded())
         out = out[..., : self.value.shape[-1]]
         if self.mask is None:
-            return out, lse
+            return out, lse, drawn
         sees_none = (self.mask == -torch.inf).all(-1)
-        return out.masked_fill(sees_none.unsqueeze(-1), 0), lse.masked_fill(sees_none, -torch.inf)
+        return out.masked_fill(sees_none.unsqueeze(-1), 0), lse.masked_fill(sees_none, -torch.inf), drawn
 
-    def backward(self, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor, out: Tensor, lse: Tensor, drawn: Drawn) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values.
 
         Args:
             gradient: of ``out``.
             out, lse: over all keys that the queries see, of which these may be some.
+            drawn: in forward.
         """
         lse = lse.masked_fill(lse == -torch.inf, 0)  # nothing is seen: the mask makes every weight 0
         padded = self._padded()
         gradient, out = (pad(t, (0, padded.value.shape[-1] - t.shape[-1])) for t in (gradient, out))
-        found = _backward(padded, gradient, out, lse)
+        found = _backward(padded, gradient, out, lse, drawn)
         given = (self.query, self.key, self.value)
         dq, dk, dv = (g[..., : t.shape[-1]] for g, t in zip(found, given, strict=True))
         return dq, dk, dv
@@ -72,7 +80,18 @@ class AttentionPiece:
             t if t.shape[-1] == size and t.stride(-1) == 1 else pad(t, (0, size - t.shape[-1])).contiguous()
             for t in (self.query, self.key, self.value)
         )
-        return AttentionPiece(query, key, value, self.mask, self.causal, self.scale)
+        return replace(self, query=query, key=key, value=value)
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether no kernel does without scores."""
+        return self.query.dtype == torch.float64 if self.query.is_cuda else self.dropout_p > 0
+
+    def in_wide(self) -> AttentionPiece:
+        """With operands in float32 at the least."""
+        wide = torch.promote_types(self.query.dtype, torch.float32)
+        mask = None if self.mask is None else self.mask.to(wide)
+        return replace(self, query=self.query.to(wide), key=self.key.to(wide), value=self.value.to(wide), mask=mask)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +103,7 @@ class AttentionPiece:
         if times == 1:
             return self
         key, value = (t.repeat_interleave(times, 1) for t in (self.key, self.value))
-        return AttentionPiece(self.query, key, value, self.mask, self.causal, self.scale)
+        return replace(self, key=key, value=value)
 
     def as_grouped(self, gradient: Tensor) -> Tensor:
         """The gradient of keys or values of one for every head of queries."""
@@ -96,58 +115,94 @@ def _is_flash(piece: AttentionPiece) -> bool:
     return piece.query.dtype in (torch.float16, torch.bfloat16) and piece.mask is None and piece.query.shape[-1] <= 256
 
 
-def _forward(piece: AttentionPiece) -> tuple[Tensor, Tensor]:
+def _forward(piece: AttentionPiece) -> tuple[Tensor, Tensor, Drawn]:
     causal, scale = piece.causal, piece.scale
+    if piece.has_scores:
+        return (*_with_scores(piece), ())
     if not piece.query.is_cuda:
         kernel = _aten._scaled_dot_product_flash_attention_for_cpu.default
-        return kernel(*piece.operands, 0.0, causal, attn_mask=piece.mask, scale=scale)
+        return (*kernel(*piece.operands, 0.0, causal, attn_mask=piece.mask, scale=scale), ())
     if _is_flash(piece):
-        return _aten._scaled_dot_product_flash_attention.default(*piece.operands, 0.0, causal, scale=scale)[:2]
+        kernel = _aten._scaled_dot_product_flash_attention.default
+        out, lse, *_, state, unused, _ = kernel(*piece.operands, piece.dropout_p, causal, scale=scale)
+        return out, lse, (state, unused)
     piece = piece.for_each_head()
-    if piece.query.dtype == torch.float64:
-        scores = _scores(piece)
-        lse = scores.logsumexp(-1)
-        return (scores - _finite(lse).unsqueeze(-1)).exp() @ piece.value, lse
     kernel = _aten._scaled_dot_product_efficient_attention.default
-    out, lse, *_ = kernel(*piece.operands, _aligned(piece.mask, piece), True, 0.0, causal, scale=scale)
-    return out, lse[..., : piece.query.shape[-2]]
+    mask = _aligned(piece.mask, piece)
+    out, lse, *drawn = kernel(*piece.operands, mask, True, piece.dropout_p, causal, scale=scale)
+    return out, lse[..., : piece.query.shape[-2]], tuple(drawn)
 
 
-def _backward(piece: AttentionPiece, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    piece: AttentionPiece, gradient: Tensor, out: Tensor, lse: Tensor, drawn: Drawn
+) -> tuple[Tensor, Tensor, Tensor]:
     causal, scale, given = piece.causal, piece.scale, piece
+    if piece.has_scores:
+        return _gradients_by_scores(piece, gradient, out, lse)
     if not piece.query.is_cuda:
         kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         return kernel(gradient, *piece.operands, out, lse, 0.0, causal, attn_mask=piece.mask, scale=scale)
-    none = torch.empty(0, dtype=torch.int64, device="cpu")  # what dropout would have drawn; lengths that vary
     if _is_flash(piece):
         lengths = piece.query.shape[-2], piece.key.shape[-2]
         kernel = _aten._scaled_dot_product_flash_attention_backward.default
         return kernel(
-            gradient, *piece.operands, out, lse.contiguous(), None, None, *lengths, 0.0, causal, none, none, scale=scale
-        )
-    piece = piece.for_each_head()
-    if piece.query.dtype == torch.float64:
-        weights = (_scores(piece) - lse.unsqueeze(-1)).exp()
-        errors = weights * (gradient @ piece.value.mT - (gradient * out).sum(-1, keepdim=True)) * scale
-        dq, dk, dv = errors @ piece.key, errors.mT @ piece.query, weights.mT @ gradient
-    else:
-        lse = pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=torch.inf)
-        kernel = _aten._scaled_dot_product_efficient_attention_backward.default
-        dq, dk, dv, _ = kernel(
-            gradient, *piece.operands, _aligned(piece.mask, piece), out, lse, none, none, 0.0,
-            [True, True, True, False], causal, scale=scale,
+            gradient, *piece.operands, out, lse.contiguous(), None, None, *lengths, piece.dropout_p, causal, *drawn,
+            scale=scale,
         )  # fmt: skip
+    piece = piece.for_each_head()
+    lse = pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=torch.inf)
+    kernel = _aten._scaled_dot_product_efficient_attention_backward.default
+    dq, dk, dv, _ = kernel(
+        gradient, *piece.operands, _aligned(piece.mask, piece), out, lse, *drawn, piece.dropout_p,
+        [True, True, True, False], causal, scale=scale,
+    )  # fmt: skip
     return dq, given.as_grouped(dk), given.as_grouped(dv)
 
 
+def _with_scores(piece: AttentionPiece) -> tuple[Tensor, Tensor]:
+    """Where no kernel does without them: two of their size at most are there at once."""
+    each = piece.in_wide().for_each_head()
+    weights = _scores(each)
+    lse = weights.logsumexp(-1)
+    weights.sub_(_finite(lse).unsqueeze(-1)).exp_()
+    if each.dropout_p:
+        weights.mul_(_kept(each, weights))
+    return (weights @ each.value).to(piece.query.dtype), lse
+
+
+def _gradients_by_scores(
+    piece: AttentionPiece, gradient: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Likewise, three at most."""
+    each = piece.in_wide().for_each_head()
+    gradient, out = gradient.to(each.query.dtype), out.to(each.query.dtype)
+    weights = _scores(each).sub_(lse.unsqueeze(-1)).exp_()
+    errors = gradient @ each.value.mT
+    left = weights
+    if each.dropout_p:
+        left = _kept(each, weights)
+        errors.mul_(left)
+        left.mul_(weights)
+    dv = left.mT @ gradient
+    errors.sub_((gradient * out).sum(-1, keepdim=True)).mul_(weights).mul_(each.scale)
+    return errors @ each.key, piece.as_grouped(errors.mT @ each.query), piece.as_grouped(dv)
+
+
 def _scores(piece: AttentionPiece) -> Tensor:
-    scores = piece.query @ piece.key.mT * piece.scale
+    scores = (piece.query * piece.scale) @ piece.key.mT
     if piece.mask is not None:
-        scores = scores + piece.mask
+        scores += piece.mask
     if piece.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
+        scores.masked_fill_(later, -torch.inf)
     return scores
+
+
+def _kept(piece: AttentionPiece, weights: Tensor) -> Tensor:
+    """By what weights are multiplied: 0 where one is dropped. Drawn again it is the same."""
+    generator = None if weights.is_meta else torch.Generator(weights.device).manual_seed(piece.seed)
+    keeps = 1 - piece.dropout_p
+    return torch.empty_like(weights).bernoulli_(keeps, generator=generator).mul_(1 / keeps if keeps else 0.0)
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,12 +24,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from autopar.functions.ranks import for_each_rank_no_grad
-from autopar.runtime.layers.attention_kernel import AttentionPiece, additive
+from autopar.runtime.layers.attention_kernel import AttentionPiece, Drawn, additive
 from autopar.runtime.layers.zigzag import Zigzag
 from autopar.runtime.spmd.rank_index import Groups, cut
 from autopar.runtime.spmd.row_exchange import shift, wait
 from planner.base.errors import InputError
 from planner.ops.attention_pieces import pieces, zigzag
+
+SEEDS = 2**62
+"""So many there are."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,14 @@ class Places:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, places: Places
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    causal: bool,
+    scale: float,
+    places: Places,
 ) -> Tensor:
     """Attention of this rank's queries to all keys.
 
@@ -116,12 +126,16 @@ def attend(
         query: ``[b, h, n, d]``.
         key, value: ``[b, h or kv, m, d]`` and ``[b, h or kv, m, e]``; all of them, or those that this rank holds.
         mask: broadcasts to ``[b, h, n, keys of all ranks]``; of booleans, or to be added to scores. It has no gradient.
+        dropout_p: the share of weights that is dropped; what seeds it is drawn here.
         causal: queries see keys at their own place and before; then there is no ``mask``.
 
     Returns:
         ``[b, h, n, e]``.
     """
-    return _Attend.apply(query, key, value, mask, causal, scale, places)
+    with torch.device("cpu"), spmd.no_typecheck():
+        seed = torch.randint(SEEDS, ()) if dropout_p else None
+    visits = _Visits(causal, scale, places, _seen(mask, places.steps), dropout_p, seed)
+    return _Attend.apply(query, key, value, mask, visits)
 
 
 class _Attend(torch.autograd.Function):
@@ -132,11 +146,9 @@ class _Attend(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        causal: bool,
-        scale: float,
-        places: Places,
+        visit: _Visits,
     ) -> Tensor:
-        ctx.visit = visit = _Visits(causal, scale, places, _seen(mask, places.steps))
+        ctx.visit, places = visit, visit.places
         wide = torch.promote_types(query.dtype, torch.float32)
         out, lse = _result(query, value, wide).zero_(), query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
         rows, (keys, values) = places.entered((query,), (key, value))
@@ -152,7 +164,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    def spmd_typecheck(*, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, places: Places) -> Any:
+    def spmd_typecheck(*, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, visit: _Visits) -> Any:
         masks = () if mask is None else (mask,)
         return spmd.rules.einsum(
             f"bhqd,bgkd,bgke{',wxyz' * len(masks)}->bhqe", query, key, value, *masks, linear_in=(2,)
@@ -179,17 +191,25 @@ class _Attend(torch.autograd.Function):
             home.add(behind())
         dk, dv = (part.to(key.dtype) for part in home.parts)
         dq, dk, dv = places.left(dq.to(query.dtype), dk, dv)
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None
 
 
 @dataclass(frozen=True)
 class _Visits:
-    """What one rank does with the keys that it has at each step."""
+    """What one rank does with the keys that it has at each step.
+
+    Attributes:
+        seed: ``[]``, of what is dropped, from which that of each piece follows, so that it is drawn again in backward.
+        drawn: what kernels drew instead, by step and number of the piece.
+    """
 
     causal: bool
     scale: float
     places: Places
     seen: Tensor | None
+    dropout_p: float
+    seed: Tensor | None
+    drawn: dict[tuple[int, int], Drawn] = field(default_factory=dict)
 
     def forward(self, step: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         return self._on_ranks(self._forward, step, tensors)
@@ -201,18 +221,20 @@ class _Visits:
         self, run: Callable[..., tuple[Tensor, ...]], step: int, tensors: Sequence[Tensor | None]
     ) -> tuple[Tensor, ...]:
         places = self.places
-        return for_each_rank_no_grad(partial(run, step), self.seen, places.starts, places.source, *tensors)
+        return for_each_rank_no_grad(partial(run, step), self.seen, self.seed, places.starts, places.source, *tensors)
 
     def _forward(self, step: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         met, (out, lse) = _Met(*tensors[:MET]), tensors[MET:]
-        for rows, _, piece in self._pieces(step, met):
-            _merge(out[:, :, rows], lse[:, :, rows], *piece.forward())
+        for number, (rows, _, piece) in enumerate(self._pieces(step, met)):
+            found, its_lse, self.drawn[step, number] = piece.forward()
+            _merge(out[:, :, rows], lse[:, :, rows], found, its_lse)
         return out, lse
 
     def _backward(self, step: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         met, (gradient, out, lse, dq, dk, dv) = _Met(*tensors[:MET]), tensors[MET:]
-        for rows, keys, piece in self._pieces(step, met):
-            found = piece.backward(gradient[:, :, rows], out[:, :, rows], lse[:, :, rows])
+        for number, (rows, keys, piece) in enumerate(self._pieces(step, met)):
+            drawn = self.drawn[step, number]
+            found = piece.backward(gradient[:, :, rows], out[:, :, rows], lse[:, :, rows], drawn)
             for total, part, new in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
                 total[:, :, part] += new
         return dq, dk, dv
@@ -223,16 +245,21 @@ class _Visits:
         if met.seen is not None and not met.seen[block]:
             return
         runs = self.places.runs_of_keys(block, keys)
-        for rows, columns, causal in pieces(met.starts.tolist(), self.places.run, *runs, self.causal):
+        found = pieces(met.starts.tolist(), self.places.run, *runs, self.causal)
+        for number, (rows, columns, causal) in enumerate(found):
             hidden = None if met.mask is None else _part(met.mask, block * keys, keys, met.key.dtype)
             operands = met.query[:, :, rows], met.key[:, :, columns], met.value[:, :, columns]
-            yield rows, columns, AttentionPiece(*operands, hidden, causal, self.scale)
+            seed = 0 if met.seed is None or met.seed.is_meta else int(met.seed) + number * self.places.steps + step
+            yield rows, columns, AttentionPiece(*operands, hidden, causal, self.scale, self.dropout_p, seed)
 
 
 class _Met(NamedTuple):
-    """What one rank meets in a step: which blocks of keys it sees, its places as in :class:`Places`, and operands."""
+    """What one rank meets in a step: which blocks of keys it sees, the seed of what is dropped, its places as in
+    :class:`Places`, and operands.
+    """
 
     seen: Tensor | None
+    seed: Tensor | None
     starts: Tensor
     source: Tensor
     query: Tensor

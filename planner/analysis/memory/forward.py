@@ -127,7 +127,7 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
     tape = walk.tape(f"{node.path or node.name}: {node.op}", len(sizes))
     on_cpu, tensors_bytes = walk.space.cost.cluster.on_cpu, [*(value.bytes for value in operands), *sizes]
     share = walk.space.share(choice)
-    saves, needs = saved_tensors(node, types, on_cpu), beside(node, types, tensors_bytes, on_cpu, share)
+    saves, needs = saved_tensors(node, types, on_cpu, share), beside(node, types, tensors_bytes, on_cpu, share)
     tensors = {Saved("in", i): value.storage for i, value in enumerate(operands)}
     if walk.is_away and not all(
         _is_index(saved, types) for saved in (*saves, *holds(node))

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.measure.local_processes import LocalProcesses
 from autopar.runtime.layers import attention
 from autopar.runtime.layers.partial_attention import _seen
+from autopar.runtime.spmd.random_state import RandomState
 from planner.base.errors import InputError
 from planner.ops.attention_pieces import pieces, zigzag
 
@@ -77,6 +78,57 @@ def attends(kind: str, causal: bool) -> tuple[float, ...]:
     return tuple(errors)
 
 
+RATE = 0.3
+
+
+def drops(kind: str, causal: bool) -> tuple[float, Tensor]:
+    """Attention with dropout on all ranks: the largest error of the result and of gradients, by the weights that were
+    kept, and which those of this rank's queries were.
+
+    Values that are the identity tell them; what is drawn with the same seed is the same.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    ranks, rank, is_ring = group.size(), group.rank(), kind in ("ring", "zigzag")
+    query, key, value, cotangent = operands()
+    identity = torch.eye(LENGTH, dtype=torch.float64).expand(2, KV, LENGTH, LENGTH)
+    ways = {"ring_groups": (group,) * is_ring, "zigzag_groups": (group,) * ("zigzag" in kind)}
+
+    def attended(values: Tensor) -> tuple[Tensor, list[Tensor]]:
+        mine = [t.chunk(ranks, 2)[rank] if is_ring or not at else t for at, t in enumerate((query, key, values))]
+        mine = [t.contiguous().requires_grad_() for t in mine]
+        with RandomState(5).drawing((group,)):
+            return attention(
+                *mine,
+                None,
+                RATE,
+                causal,
+                enable_gqa=True,
+                query_groups=(group,),
+                **ways,  # type: ignore[arg-type]
+            ), mine
+
+    weights = attended(identity)[0].detach()
+    wholes = [t.clone().requires_grad_() for t in (query, key, value)]
+    q, (k, v) = wholes[0].chunk(ranks, 2)[rank], (t.repeat_interleave(HEADS // KV, 1) for t in wholes[1:])
+    scores = q @ k.mT / HEAD**0.5
+    if causal:
+        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1).chunk(ranks)[rank]
+        scores = scores.masked_fill(hidden, -torch.inf)
+    softmax = scores.softmax(-1)
+    expected = (softmax * (weights != 0) / (1 - RATE)) @ v
+    out, mine = attended(value)
+    found = torch.autograd.grad(out, mine, cotangent.chunk(ranks, 2)[rank])
+    errors = [_error(out, expected), _error(weights, softmax * (weights != 0) / (1 - RATE))]
+    for at, right in enumerate(torch.autograd.grad(expected, wholes, cotangent.chunk(ranks, 2)[rank])):
+        dist.all_reduce(right, group=group)
+        each = found[at]
+        if at and not is_ring:
+            dist.all_reduce(each, group=group)
+        errors.append(_error(each, right.chunk(ranks, 2)[rank] if is_ring or not at else right))
+    return max(errors), weights != 0
+
+
 def _error(found: Tensor, expected: Tensor) -> float:
     expected = expected.detach()
     return float((found.detach() - expected).abs().max() / expected.abs().max())
@@ -97,6 +149,22 @@ def test_equals_attention_on_one_device(pool: LocalProcesses, ranks: int, kind: 
     for causal in (True, False) if kind == "ring" else (True,):  # without, the operator itself runs
         for errors in pool.run(attends, kind, causal, ranks=ranks):
             assert max(errors) < 1e-13, (causal, errors)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind, causal", [("ring", False), ("zigzag", True), ("gather", True)])
+def test_weights_are_dropped_as_on_one_device(pool: LocalProcesses, kind: str, causal: bool) -> None:
+    """Of each query and head by itself, by as many ranks as there are, and the same in backward."""
+    found = pool.run(drops, kind, causal, ranks=4)
+    kept = torch.cat([each for _, each in found], 2)
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(0 if causal else LENGTH)
+    for error, _ in found:
+        assert error < 1e-12
+    rates = 1 - kept[..., seen].double().flatten(0, -2).mean(-1)
+    count = int(seen.sum())
+    assert (rates - RATE).abs().max() < 5 * (RATE * (1 - RATE) / count) ** 0.5
+    parts = kept.chunk(2, 1) if causal else kept.chunk(4, 2)
+    assert not any(torch.equal(a, b) for at, a in enumerate(parts) for b in parts[:at])
 
 
 def test_queries_that_finite_numbers_hide_from_all_keys_are_refused() -> None:

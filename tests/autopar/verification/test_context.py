@@ -41,12 +41,21 @@ def mistral() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    """Dropping nothing of attention, which no ring does."""
+    """Which drops weights, where it is not compared with the original."""
     from transformers import BertConfig, BertForMaskedLM
 
     sizes = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
-    config = BertConfig(vocab_size=64, num_hidden_layers=2, attention_probs_dropout_prob=0.0, **sizes)
+    config = BertConfig(vocab_size=64, num_hidden_layers=2, **sizes)
     return BertForMaskedLM(config)
+
+
+def vit() -> nn.Module:
+    """Fifteen patches and a token of the class."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    config = ViTConfig(num_hidden_layers=2, image_size=(20, 12), patch_size=4, num_labels=8, **sizes)
+    return ViTForImageClassification(config)
 
 
 def in_parts() -> nn.Module:
@@ -59,6 +68,10 @@ def padded() -> Batch:
     ids = torch.randint(0, 64, (4, LENGTH))
     seen = (torch.arange(LENGTH) < torch.tensor([16, 3, 11, 8]).unsqueeze(1)).long()
     return {"input_ids": ids, "attention_mask": seen, "labels": ids.masked_fill(seen == 0, -100)}
+
+
+def images() -> Batch:
+    return {"pixel_values": torch.randn(4, 3, 20, 12), "labels": torch.arange(4)}
 
 
 def text() -> Batch:
@@ -83,6 +96,7 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]]
     (qwen3, text, {"context": 2, "context_kind": "ring", "data": 2, "zero": 3, "recompute": "full"}),
     (mistral, text, {"context": 4, "context_kind": "ring"}),
     (bert, padded, {"context": 4, "context_kind": "ring"}),
+    (vit, images, {"context": 4, "context_kind": "ring"}),
     (bert, padded, {"context": 2, "context_kind": "ring", "tensor": 2, "sequence_parallel": True}),
 ]
 

@@ -38,6 +38,7 @@ CASES = [
     ("llama", (4, {"context": 4, "context_kind": "ring"})),
     ("llama", (4, {"context": 4, "context_kind": "zigzag"})),
     ("llama", (4, {"context": 4, "context_kind": "zigzag_gather"})),
+    ("gpt2", (4, {"context": 4, "context_kind": "zigzag"})),  # likewise
     ("gpt2", (2, {"tensor": 2, "recompute": "selective"})),  # attention with dropout
     ("shared-layers", (2, {"data": 2, "recompute": "full"})),  # gradients that several blocks add to
 ]
@@ -107,7 +108,7 @@ def test_attention_that_keeps_scores_keeps_what_is_counted(kind: str, dtype: tor
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(**batch)
     node, types = attention_of(model, batch)
-    found = saved_tensors(node, types, on_cpu=True)
+    found = saved_tensors(node, types, True, WHOLE)
     sizes = [*(tensor.size_bytes for tensor in types), node.results[0].size_bytes]
     counted = sum(own_bytes(saved, node, types, sizes, True, WHOLE) for saved in found if is_own(saved))
     assert counted + sum(sizes[saved.place] for saved in found if saved.kind == "in") == sum(kept.values())
@@ -123,7 +124,7 @@ def test_attention_that_keeps_scores_needs_what_is_counted(length: int, rate: fl
     node, types = attention_of(model, batch)
     sizes = [*(tensor.size_bytes for tensor in types), node.results[0].size_bytes]
     needs = beside(node, types, sizes, True, WHOLE)
-    found = [saved for saved in saved_tensors(node, types, on_cpu=True) if is_own(saved)]
+    found = [saved for saved in saved_tensors(node, types, True, WHOLE) if is_own(saved)]
     kept = sum(own_bytes(saved, node, types, sizes, True, WHOLE) for saved in found)
     results: list[Tensor] = []
     forward = changes_during(lambda: results.append(model(**batch)))

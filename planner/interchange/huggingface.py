@@ -1,0 +1,203 @@
+"""Transformers' ``DistributedConfig``, as the JSON that it is made from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from planner.base.errors import ConfigError
+from planner.interchange.format import Format, Limit, check_known, parse_json, take
+from planner.interchange.limits import (
+    into_data,
+    micro_batches_elsewhere,
+    no_context,
+    nothing_gathered_again,
+    recompute_elsewhere,
+    together,
+    whole_layers,
+)
+from planner.interchange.parallelism import Parallelism, checked
+
+TOOL = "Transformers"
+FIELDS = (
+    *("tp_size", "tp_plan", "enable_sequence_parallel", "enable_expert_parallel", "fsdp_size", "dp_replicate_size"),
+    *("fsdp_plan", "fsdp_cpu_offload", "fsdp_mixed_precision", "pp_size", "ep_size", "ep_plan", "ep_implementation"),
+)
+STYLES = {"column": "colwise", "row": "rowwise", "vocabulary": "embedding_rowwise", "features": "embedding_colwise"}
+HEADS = ("lm_head", "score", "classifier")
+"""Last layers, whose whole result the loss reads."""
+TENSOR_STYLES = (
+    *STYLES.values(),
+    *("colwise_gather_output", "colwise_rep", "rowwise_rep", "packed_colwise", "packed_rowwise", "sequence_parallel"),
+    *("rowwise_split_input", "local_params", "replicate", "replicated_with_grad_allreduce", "all_reduce"),
+    *("moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj"),
+)
+FSDP_STYLES = {3: "free_full_weight", 2: "keep_full_weight"}
+IMPLEMENTATIONS = ("auto", "all_to_all", "all_reduce", "deepgemm_megamoe")
+
+
+def write(d: Parallelism) -> str:
+    """The fields that are not the default."""
+    config: dict[str, Any] = {}
+    shards = d.data if d.zero else 1
+    copies = d.replicate if d.zero else d.replicate * d.data
+    if d.tensor > 1:
+        config["tp_size"] = d.tensor
+        if d.products:
+            config["tp_plan"] = {path: _style(path, kind) for path, kind in d.products.items()}
+    config["fsdp_size"] = shards
+    if copies > 1:
+        config["dp_replicate_size"] = copies
+    if shards * copies > 1 and d.layer_path:
+        config["fsdp_plan"] = {d.layer_path: FSDP_STYLES[3 if d.zero == 3 else 2]}
+    if d.offload != "none":
+        config["fsdp_cpu_offload"] = True
+    if d.pipeline > 1:
+        config["pp_size"] = d.pipeline
+    if d.expert > 1:
+        config |= {"ep_size": d.expert, "ep_implementation": "all_to_all"}
+    return json.dumps(config, indent=2) + "\n"
+
+
+def _style(path: str, kind: str) -> str:
+    is_head = kind == "column" and path.rpartition(".")[2] in HEADS
+    return "colwise_gather_output" if is_head else STYLES[kind]
+
+
+def read(text: str) -> Parallelism:
+    """What the fields say; one rank of what they leave out."""
+    config = parse_json(text, "DistributedConfig of Transformers")
+    check_known(config, FIELDS, "DistributedConfig, which leaves out what it does not know,")
+    plans = {name: _plan(config.get(name), name) for name in ("tp_plan", "fsdp_plan", "ep_plan")}
+    for path, style in plans["tp_plan"].items():
+        if style not in TENSOR_STYLES:
+            raise ConfigError(f"'tp_plan' has {style!r} for {path!r}; it is one of {', '.join(TENSOR_STYLES)}")
+    for path, style in plans["fsdp_plan"].items():
+        if style not in FSDP_STYLES.values():
+            raise ConfigError(f"'fsdp_plan' has {style!r} for {path!r}; it is one of {', '.join(FSDP_STYLES.values())}")
+    implementation = take(config, "ep_implementation", str, "auto")
+    if implementation not in IMPLEMENTATIONS:
+        raise ConfigError(f"'ep_implementation' is {implementation!r}; it is one of {', '.join(IMPLEMENTATIONS)}")
+    sizes = {name: take(config, name, int, 1) for name in ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")}
+    expert, tensor = take(config, "ep_size", int, 1), sizes["tp_size"]
+    if implementation == "all_reduce" and expert != tensor:
+        raise ConfigError(f"'ep_implementation' all_reduce needs 'ep_size' = 'tp_size'; they are {expert} and {tensor}")
+    kinds = {style: kind for kind, style in STYLES.items()} | {
+        "colwise_gather_output": "column",
+        "colwise_rep": "column",
+    }
+    shards = sizes["fsdp_size"] > 1
+    keeps = any(style == FSDP_STYLES[2] for path, style in plans["fsdp_plan"].items() if "*" in path)
+    return checked(
+        Parallelism(
+            replicate=sizes["dp_replicate_size"] if shards else 1,
+            data=sizes["fsdp_size"] if shards else sizes["dp_replicate_size"],
+            zero=(2 if keeps else 3) if shards else 0,
+            tensor=tensor,
+            sequence_parallel=take(config, "enable_sequence_parallel", bool, False),
+            expert=expert,
+            expert_tensor=1 if expert > 1 and tensor > 1 else 0,
+            pipeline=sizes["pp_size"],
+            dtype="bfloat16" if take(config, "fsdp_mixed_precision", bool, False) else "float32",
+            offload="host" if take(config, "fsdp_cpu_offload", bool, False) else "none",
+            products={path: kinds[style] for path, style in plans["tp_plan"].items() if style in kinds},
+        )
+    )
+
+
+def _plan(value: Any, name: str) -> dict[str, str]:
+    if value in (None, "auto") and (value is None or name == "tp_plan"):
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(style, str) for style in value.values()):
+        raise ConfigError(f"{name!r} is {value!r}; it maps modules to styles")
+    return value
+
+
+LIMITS = (
+    Limit(
+        "data parallelism and pipelines do not go together: pipeline ranks share the batch and parameters instead",
+        lambda d: d.pipeline > 1 and d.data * d.replicate > 1,
+        lambda d: into_data(d, pipeline=1, schedule="1f1b", virtual_stages=1, stage_layers=()),
+        refused=True,
+    ),
+    Limit(
+        "experts that tokens are sent to do not go with pipelines",
+        lambda d: d.pipeline > 1 and d.expert > 1,
+        lambda d: replace(d, expert=1, expert_tensor=0),
+        refused=True,
+    ),
+    Limit(
+        "a pipeline has one stage a rank, cut and scheduled by Transformers",
+        lambda d: d.pipeline > 1 and (d.virtual_stages > 1 or bool(d.stage_layers) or d.schedule != "1f1b"),
+        lambda d: replace(d, virtual_stages=1, stage_layers=(), schedule="1f1b"),
+    ),
+    no_context(TOOL),
+    Limit(
+        "enable_sequence_parallel is reserved, and does nothing yet",
+        lambda d: d.sequence_parallel,
+        lambda d: replace(d, sequence_parallel=False),
+    ),
+    Limit(
+        "a layer is sharded by columns or rows, a look-up by rows or features; strips of fused weights are not",
+        lambda d: any(kind not in STYLES for kind in d.products.values()),
+        lambda d: replace(d, products={path: kind for path, kind in d.products.items() if kind in STYLES}),
+    ),
+    Limit(
+        "ranks that share experts are a multiple of tensor-parallel ones",
+        lambda d: d.expert > 1 and d.expert % d.tensor > 0,
+        lambda d: replace(d, expert=d.tensor),
+        refused=True,
+    ),
+    Limit(
+        "ranks that share experts divide data-parallel times tensor-parallel ones",
+        lambda d: d.expert > 1 and d.data * d.tensor % d.expert > 0,
+        lambda d: replace(d, expert=d.data * d.tensor),
+        refused=True,
+    ),
+    Limit(
+        "experts are shared whole",
+        lambda d: d.expert > 1 and d.tensor > 1 and d.expert_tensor != 1,
+        lambda d: replace(d, expert=min(d.expert * d.tensor, d.data * d.tensor), expert_tensor=1),
+    ),
+    Limit(
+        "ranks that share experts store all else in shards",
+        lambda d: d.expert > 1 and d.zero == 0 and d.data > 1,
+        lambda d: replace(d, zero=3),
+    ),
+    together(TOOL),
+    whole_layers("gradient checkpointing"),
+    nothing_gathered_again(TOOL),
+    recompute_elsewhere("said in code: model.gradient_checkpointing_enable()"),
+    Limit(
+        "offload goes with FSDP, and to the host",
+        lambda d: d.offload == "disk" or (d.offload != "none" and d.zero == 0),
+        lambda d: replace(d, offload="host", zero=d.zero or 2),
+    ),
+    Limit(
+        "said in code: from_pretrained(..., dtype=...)",
+        lambda d: d.dtype != "float32",
+        about="dtype",
+    ),
+    micro_batches_elsewhere("TrainingArguments(gradient_accumulation_steps=...)"),
+)
+FORMAT = Format(
+    "hf",
+    f"{TOOL} 5.23",
+    ".json",
+    write,
+    read,
+    {
+        "replicate": "dp_replicate_size",
+        "data": "fsdp_size",
+        "zero": "fsdp_plan",
+        "tensor": "tp_size",
+        "sequence_parallel": "enable_sequence_parallel",
+        "expert": "ep_size",
+        "pipeline": "pp_size",
+        "products": "tp_plan",
+        "offload": "fsdp_cpu_offload",
+    },
+    LIMITS,
+    "from_pretrained(..., distributed_config=DistributedConfig.from_dict(json.load(open(FILE))))",
+)

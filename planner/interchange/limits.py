@@ -1,0 +1,104 @@
+"""Limits that several formats have: what they cannot say, and what comes nearest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.interchange.format import Limit
+from planner.interchange.parallelism import Parallelism
+
+DENSE = "their ranks share the batch and parameters instead"
+
+
+def into_data(d: Parallelism, **changes: object) -> Parallelism:
+    """A description in which the ranks of what is given up share batch and parameters, in fewer micro-batches if the
+    batch has no more samples.
+    """
+    left = replace(d, **changes)  # type: ignore[arg-type]
+    data = d.data * d.size // left.size
+    micro_batches = d.micro_batches
+    while d.batch is not None and micro_batches > 1 and d.batch % (d.replicate * data * micro_batches):
+        micro_batches -= 1
+    return replace(left, data=data, zero=d.zero or 2, micro_batches=micro_batches)
+
+
+def no_pipeline(tool: str) -> Limit:
+    """No stages at all."""
+    return Limit(
+        f"{tool} has no stages in its configuration: {DENSE}",
+        lambda d: d.pipeline > 1,
+        lambda d: into_data(d, pipeline=1, schedule="1f1b", virtual_stages=1, stage_layers=()),
+    )
+
+
+def no_experts(tool: str) -> Limit:
+    """Experts are parameters like others."""
+    return Limit(
+        f"{tool} has no expert parallelism: experts are stored in shards, and gathered",
+        lambda d: d.expert > 1,
+        lambda d: replace(d, expert=1, expert_tensor=0, zero=d.zero or 2),
+    )
+
+
+def no_context(tool: str) -> Limit:
+    """Sequences stay whole."""
+    return Limit(
+        f"{tool} does not cut sequences: {DENSE}",
+        lambda d: d.context > 1,
+        lambda d: into_data(d, context=1, context_kind=""),
+    )
+
+
+def own_products(tool: str) -> Limit:
+    """Which layers are sharded, and how, is the tool's."""
+    return Limit(
+        f"{tool} decides by itself how layers are sharded",
+        lambda d: d.tensor > 1 and bool(d.deviating),
+        lambda d: replace(d, products={path: kind for path, kind in d.products.items() if path not in d.deviating}),
+    )
+
+
+def whole_layers(tool: str) -> Limit:
+    """A layer recomputes all of it, and so does every other."""
+    return Limit(
+        f"with {tool} all layers recompute, each as a whole",
+        lambda d: d.recompute == "selective" or (d.recompute == "full" and d.recompute_layers is not None),
+        lambda d: replace(d, recompute="full", recompute_layers=None),
+    )
+
+
+def nothing_gathered_again(tool: str) -> Limit:
+    """What tensor parallelism gathers of activations is saved so."""
+    return Limit(
+        f"with {tool} what was gathered of activations is saved, not gathered again",
+        lambda d: d.recompute == "resharded",
+        lambda d: replace(d, recompute="none", recompute_layers=None),
+    )
+
+
+def recompute_elsewhere(why: str) -> Limit:
+    """Recomputation is said in code."""
+    return Limit(why, lambda d: d.recompute in ("selective", "full"), about="recompute")
+
+
+def together(tool: str) -> Limit:
+    """Parameters are sharded wherever optimizer state is."""
+    return Limit(
+        f"{tool} shards parameters wherever it shards optimizer state",
+        lambda d: d.zero == 1,
+        lambda d: replace(d, zero=2),
+    )
+
+
+def no_disk(tool: str) -> Limit:
+    """The host is the furthest home of model data."""
+    return Limit(f"{tool} has no offload to disk", lambda d: d.offload == "disk", lambda d: replace(d, offload="host"))
+
+
+def micro_batches_elsewhere(where: str) -> Limit:
+    """Micro-batches are said in code."""
+    return Limit(
+        f"said in code: {where}",
+        lambda d: d.micro_batches > 1 and d.pipeline == 1,
+        about="micro_batches",
+    )

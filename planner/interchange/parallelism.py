@@ -1,0 +1,208 @@
+"""How a step runs in parallel, in words that every format shares: degrees, ZeRO, schedule, recomputation, offload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from planner.base.errors import ConfigError
+
+Recomputation = Literal["none", "resharded", "selective", "full"]
+REST = 0
+"""A number that is not stated: data-parallel ranks are those that the other degrees leave, micro-batches those that the
+batch takes."""
+STANDARD = {
+    "column": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"),
+    "row": ("o_proj", "down_proj"),
+    "vocabulary": ("embed_tokens",),
+}
+"""How the layers of a Transformer are sharded where a tool decides that by itself, by the last part of their names."""
+DEGREES = ("replicate", "data", "context", "tensor", "pipeline")
+"""Fields whose product is the number of devices."""
+WORDS = {
+    "replicate": "copies of the data-parallel group",
+    "data": "data parallel",
+    "zero": "ZeRO",
+    "tensor": "tensor parallel",
+    "sequence_parallel": "sequence parallel",
+    "context": "context parallel",
+    "context_kind": "attention across ranks",
+    "expert": "expert parallel",
+    "expert_tensor": "expert tensor parallel",
+    "pipeline": "pipeline parallel",
+    "schedule": "schedule",
+    "virtual_stages": "stages of a rank",
+    "stage_layers": "layers of each stage",
+    "micro_batches": "micro-batches",
+    "recompute": "recomputation",
+    "recompute_layers": "layers that recompute",
+    "dtype": "dtype",
+    "offload": "offload",
+    "products": "sharded layers",
+}
+"""What is compared between two descriptions, and how it is called."""
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How a step of a model runs on ``replicate * data * context * tensor * pipeline`` devices.
+
+    Attributes:
+        replicate: copies of the group that shares parameters (HSDP).
+        data: ranks of that group, which share the batch, too; :data:`REST`: all that are left.
+        zero: stage of ZeRO over ``data`` and ``context``: 0 to 3, as pin ``zero`` has it.
+        tensor: ranks that share weights; ``sequence_parallel``: and, outside products, the sequence.
+        context: ranks that share every sequence, and attend as ``context_kind`` says; empty: in any way.
+        expert: ranks that share experts, whole ones each; taken of ``data * context * tensor``.
+        expert_tensor: ranks that share each expert's weights; 0: as many as share other weights.
+        pipeline, schedule, virtual_stages: ranks of the pipeline, their schedule by our name, and stages of each.
+        stage_layers: how many layers each stage has, in order; empty: as the tool divides them.
+        micro_batches: of one step; :data:`REST`: as many as the batch takes.
+        recompute: what layers recompute in backward, of ``recompute_layers`` layers; ``None``: of all.
+        dtype: in which products are computed.
+        offload: where parameters, gradients and optimizer state are at home.
+        products: module, with ``*`` for the number of a layer -> ``column``, ``row``, ``vocabulary`` or ``features``,
+            by which ranks of ``tensor`` share its weight; empty: as the tool decides.
+        batch, sequence: samples of a global step, and tokens of each.
+        micro_batch: samples of a rank in a micro-batch, where they are stated.
+        devices: how many processes the configuration itself states.
+        layers: of the model; ``layer_path`` is what they are called: ``model.layers.*``.
+    """
+
+    replicate: int = 1
+    data: int = 1
+    zero: int = 0
+    tensor: int = 1
+    sequence_parallel: bool = False
+    context: int = 1
+    context_kind: str = ""
+    expert: int = 1
+    expert_tensor: int = 0
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] = ()
+    micro_batches: int = 1
+    recompute: Recomputation = "none"
+    recompute_layers: int | None = None
+    dtype: str = "float32"
+    offload: str = "none"
+    products: Mapping[str, str] = field(default_factory=dict)
+    batch: int | None = None
+    sequence: int | None = None
+    micro_batch: int | None = None
+    devices: int | None = None
+    layers: int | None = None
+    layer_path: str = ""
+
+    @property
+    def size(self) -> int:
+        """The devices that it takes; where data parallelism takes the rest, those that the other degrees take."""
+        return math.prod(getattr(self, name) or 1 for name in DEGREES)
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks that share the batch."""
+        return self.replicate * self.data
+
+    @property
+    def deviating(self) -> dict[str, str]:
+        """Layers that are sharded otherwise than tools shard those of a Transformer by themselves."""
+        return {path: kind for path, kind in self.products.items() if standard(path) != kind}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Something of a plan that a format does not say as it is.
+
+    Attributes:
+        what: the properties, with their values in the plan and in the format: ``"ZeRO 1 -> 2"``; of what is only said
+            elsewhere its value.
+        why: what stands in the way, or where to say it instead.
+    """
+
+    what: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}"
+
+
+def standard(path: str) -> str:
+    """How tools shard a layer by themselves, by its name; empty where they leave it whole."""
+    last = path.rpartition(".")[2]
+    return next((kind for kind, names in STANDARD.items() if last in names), "")
+
+
+def changed(one: Parallelism, other: Parallelism) -> Iterator[str]:
+    """What differs between two descriptions: ``"ZeRO 1 -> 2"``."""
+    for name, word in WORDS.items():
+        before, after = getattr(one, name), getattr(other, name)
+        if name == "products":
+            lost = {path: kind for path, kind in before.items() if after.get(path) != kind}
+            before, after = lost, {path: after[path] for path in lost if path in after}
+        if before != after:
+            yield f"{word} {told(name, before)} -> {told(name, after)}"
+
+
+def told(name: str, value: Any) -> str:
+    """A field's value in words."""
+    if name == "products":
+        return ", ".join(f"{path} by {kind}" for path, kind in value.items()) or "as the tool decides"
+    if name == "stage_layers":
+        return "+".join(map(str, value)) or "as the tool divides them"
+    if value is True or value is False:
+        return "on" if value else "off"
+    if name in ("recompute_layers", "context_kind", "expert_tensor") and not value:
+        return {"recompute_layers": "all", "context_kind": "any way", "expert_tensor": "as tensor parallel"}[name]
+    return str(value)
+
+
+def checked(description: Parallelism) -> Parallelism:
+    """A description whose degrees are whole numbers from 1.
+
+    Raises:
+        ConfigError: names the first that is not.
+    """
+    for each in fields(description):
+        value = getattr(description, each.name)
+        lowest = REST if each.name in ("data", "micro_batches", "zero", "expert_tensor") else 1
+        if isinstance(value, int) and not isinstance(value, bool) and value < lowest:
+            raise ConfigError(f"{WORDS.get(each.name, each.name)} is {value}; it is a whole number from {lowest}")
+    if description.zero > 3:
+        raise ConfigError(f"ZeRO is {description.zero}; there are stages 0 to 3")
+    return description
+
+
+def resolved(d: Parallelism, devices: int, batch: int | None) -> Parallelism:
+    """A description that states its data-parallel ranks, micro-batches and batch.
+
+    Args:
+        devices: of the cluster.
+        batch: of the model's example, where the configuration states none.
+
+    Raises:
+        ConfigError: sizes do not divide one another; says which.
+    """
+    if d.data == REST:
+        others = replace(d, data=1).size
+        data, rest = divmod(devices, others)
+        if rest or not data:
+            sizes = " x ".join(f"{getattr(d, name)} {WORDS[name]}" for name in DEGREES if getattr(d, name) > 1)
+            raise ConfigError(f"{devices} devices do not divide by {others} ({sizes}): take sizes whose product does")
+        d = replace(d, data=data)
+    if d.batch is None and d.micro_batch is not None:
+        d = replace(d, batch=d.micro_batch * d.batch_ranks * (d.micro_batches or 1))
+    d = replace(d, batch=batch if d.batch is None else d.batch)
+    if d.micro_batches == REST:
+        each = d.batch_ranks * (d.micro_batch or 1)
+        count, rest = divmod(d.batch or each, each)
+        if rest or not count:
+            raise ConfigError(
+                f"a batch of {d.batch} does not divide by {d.batch_ranks} data-parallel ranks x {d.micro_batch} "
+                f"samples of a micro-batch: give a multiple of {each}"
+            )
+        d = replace(d, micro_batches=count)
+    return d

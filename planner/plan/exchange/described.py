@@ -1,0 +1,255 @@
+"""Describes a plan in the terms that other tools have, and says what of it these terms leave out.
+
+Everything is read off the decisions, as the report's first sentence is (:mod:`planner.plan.document.axis_uses`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from planner.base.formatting import GATHERED_AGAIN
+from planner.interchange.parallelism import Loss, Parallelism, Recomputation
+from planner.ir.layout import MICRO
+from planner.ops.attention import QUERY, RING, ZIGZAG, ZIGZAG_RING
+from planner.plan.document.axis_uses import (
+    FEATURES,
+    HEADS,
+    LOOKED_UP,
+    SHARED,
+    kind_of,
+    parted_by,
+    stored_whole,
+    work_of,
+)
+from planner.plan.document.document import Document
+
+KINDS = {"columns": "column", "rows": "row", "vocabulary": "vocabulary", "features": "features"}
+WAYS = {QUERY: "gather", ZIGZAG: "zigzag_gather", RING: "ring", ZIGZAG_RING: "zigzag"}
+LAYER = re.compile(r"(.+)\.(?:\*|\d+)")
+SHOWN = 3
+"""So many parameters are named."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The blocks of a model that are its layers.
+
+    Attributes:
+        path: what they are called: ``model.layers.*``; empty: the model has none.
+        numbers: of the blocks that are one, among all blocks.
+        pieces: whether blocks are parts of layers.
+    """
+
+    path: str
+    numbers: tuple[int, ...]
+    pieces: bool
+
+    @classmethod
+    def of(cls, document: Document) -> Layers:
+        """The largest family of blocks that are alike but for a number in their name."""
+        families = Counter[str]()
+        for block in document.blocks:
+            if found := LAYER.match(block.name):
+                families[found[1]] += block.count
+        if not families:
+            return cls("", (), False)
+        path = families.most_common(1)[0][0]
+        own = [block for block in document.blocks if block.name.startswith(f"{path}.")]
+        whole = [block for block in own if LAYER.fullmatch(block.name)]
+        numbers = sorted(number for block in whole for number in block.at)
+        return cls(f"{path}.*", tuple(numbers), len(whole) < len(own))
+
+
+def described(document: Document) -> tuple[Parallelism, list[Loss]]:
+    """The description of a plan, and what of the plan it leaves out whatever the format."""
+    losses: list[Loss] = []
+    layers = Layers.of(document)
+    degrees = _degrees(document, losses)
+    zero = _zero(document, degrees.pop("sharded"), losses)
+    recompute, recompute_layers = _recompute(document, layers, losses)
+    pipeline, shape = document.pipeline, _input_shape(document)
+    if document.tables is not None and document.tables.in_slabs:
+        losses.append(Loss("embedding tables in slabs", "no format places tables; look-ups are as in the model"))
+    if document.offload == "auto":
+        losses.append(Loss("offload of some blocks -> of all", "which blocks are at home on the host is not said"))
+    return (
+        Parallelism(
+            **degrees,
+            zero=zero,
+            sequence_parallel=_is_sequence_parallel(document),
+            context_kind=_context_kind(document),
+            pipeline=1 if pipeline is None else pipeline.ranks,
+            schedule="1f1b" if pipeline is None or pipeline.ranks == 1 else pipeline.schedule,
+            virtual_stages=1 if pipeline is None else pipeline.virtual_stages,
+            stage_layers=_stage_layers(document, layers, losses),
+            micro_batches=document.mesh.micro_batches,
+            recompute=recompute,
+            recompute_layers=recompute_layers,
+            dtype=document.model.get("dtypes", {}).get("compute", "float32").partition(",")[0],
+            offload={"auto": "host"}.get(document.offload, document.offload),
+            products=_products(document),
+            batch=shape[0] if shape else None,
+            sequence=shape[1] if len(shape) > 1 else None,
+            layers=len(layers.numbers) or None,
+            layer_path=layers.path,
+        ),
+        losses,
+    )
+
+
+def _kinds(document: Document) -> dict[int, str]:
+    """What every axis is for that has several ranks."""
+    work = work_of(document)
+    axes = enumerate(document.mesh.axes)
+    return {at: kind_of(axis, work[at]) for at, axis in axes if axis.size > 1 and axis.name != MICRO}
+
+
+def _degrees(document: Document, losses: list[Loss]) -> dict[str, int]:
+    """Ranks by kind; ``sharded``: of those that share parameters."""
+    axes, kinds = document.mesh.axes, _kinds(document)
+    tables, experts, features = (parted_by(document, words) for words in (LOOKED_UP, SHARED, (FEATURES,)))
+    whole = stored_whole(document, [set().union(*each) for each in zip(tables, experts, features, strict=True)])
+    found = dict.fromkeys(("replicate", "data", "tensor", "context", "expert", "sharded"), 1)
+    shares = [at for at, kind in kinds.items() if kind in ("data", "context", "idle") and not whole[at]]
+    found["sharded"] = math.prod(axes[at].size for at in shares)
+    expert_tensor = 1
+    for at, kind in kinds.items():
+        size = axes[at].size
+        copies = bool(shares) and whole[at]
+        found[{"data": "replicate" if copies else "data", "idle": "data"}.get(kind, kind)] *= size
+        if experts[at]:
+            found["expert"] *= size
+        elif features[at] and kind != "tensor":
+            expert_tensor *= size
+        if kind == "idle":
+            losses.append(Loss(f"{size} idle ranks -> data parallel", "every rank of an axis does the same"))
+    on_tensor = any(kind == "tensor" and experts[at] for at, kind in kinds.items())
+    found["expert_tensor"] = expert_tensor if expert_tensor > 1 else int(on_tensor)
+    if sum(kind == "tensor" for kind in kinds.values()) > 1:
+        losses.append(
+            Loss(f"a grid of tensor-parallel axes -> {found['tensor']} ranks", "tensor parallelism has one axis")
+        )
+    return found
+
+
+def _zero(document: Document, sharded: int, losses: list[Loss]) -> int:
+    """The stage of ZeRO, and which parameters are an exception."""
+    if sharded == 1:
+        return 0
+    shares = [at for at, kind in _kinds(document).items() if kind in ("data", "context")]
+    whole = [
+        name
+        for name, layout in document.parameters.items()
+        if not any(layout.split()[at].startswith("S") for at in shares)
+    ]
+    if whole:
+        named = ", ".join(whole[:SHOWN]) + f" and {len(whole) - SHOWN} more" * (len(whole) > SHOWN)
+        losses.append(Loss(f"{named} stored whole -> in shards", "ZeRO is said of all parameters alike"))
+    if document.pipeline is not None:
+        return 1 if document.unsharding.once_per_step else 3
+    repeated = [block for block in document.blocks if block.count > 1] or list(document.blocks)
+    gathering, count = sum(sum(b.recompute.values()) for b in repeated), sum(b.count for b in repeated)
+    if 0 < gathering < count:
+        told = f"ZeRO 3 in {gathering} of {count} blocks, 2 in the others -> {3 if 2 * gathering >= count else 2}"
+        losses.append(Loss(told, "ZeRO has one stage for all blocks"))
+    return 3 if 2 * gathering >= count else 2
+
+
+def _is_sequence_parallel(document: Document) -> bool:
+    work = work_of(document)
+    return any(kind == "tensor" and work[at]["sequence"] > 0 for at, kind in _kinds(document).items())
+
+
+def _context_kind(document: Document) -> str:
+    """How most attention is shared by the ranks of a sequence."""
+    axes = [at for at, kind in _kinds(document).items() if kind == "context"]
+    found = {_way(document, at) for at in axes}
+    return "hybrid" if len(found) > 1 and "ulysses" in found else next(iter(sorted(found - {""})), "")
+
+
+def _way(document: Document, at: int) -> str:
+    told = Counter[str]()
+    for block, detail in zip(document.blocks, document.account.blocks, strict=False):
+        for name, op in detail.ops.items():
+            if name not in block.ops:
+                continue
+            way = block.ops[name].split()[at].partition(":")[2].partition("/")[0]
+            if kind := "ulysses" if op.meaning[at] == HEADS else WAYS.get(way):
+                told[kind] += block.count * op.flops
+    return told.most_common(1)[0][0] if told else ""
+
+
+def _stage_layers(document: Document, layers: Layers, losses: list[Loss]) -> tuple[int, ...]:
+    """Layers of each stage, where these are not equally many."""
+    pipeline = document.pipeline
+    if pipeline is None or pipeline.ranks == 1 or not layers.numbers:
+        return ()
+    if layers.pieces:
+        losses.append(Loss("stages that end within a layer", "stages are of whole layers"))
+        return ()
+    counts = [sum(low <= n < high for n in layers.numbers) for low, high in pairwise(pipeline.bounds)]
+    return () if min(counts) == max(counts) else tuple(counts)
+
+
+def _recompute(document: Document, layers: Layers, losses: list[Loss]) -> tuple[Recomputation, int | None]:
+    """What layers recompute, by the level that comes nearest, and how many; ``None``: all."""
+    levels = _levels(document, layers)
+    count = len(layers.numbers) or sum(block.count for block in document.blocks)
+    computed = {level: n for level, n in levels.items() if level not in GATHERED_AGAIN}
+    if not computed:
+        again = levels.get("resharded", 0)
+        return ("resharded", None) if 2 * again >= count > 0 else ("none", None)
+    keeps = {level: ops for block in document.blocks for level, ops in block.keeps.items()}
+    nearest = Counter[Recomputation]()
+    for level, n in computed.items():
+        nearest["full" if level == "full" or (level in keeps and not _products_in(keeps[level])) else "selective"] += n
+    kind: Recomputation = nearest.most_common(1)[0][0]
+    if set(computed) != {kind}:
+        told = ", ".join(f"{n} at {level}" for level, n in computed.items())
+        losses.append(
+            Loss(f"recomputation of {told} -> {kind}", "sets of operators of one's own have no name elsewhere")
+        )
+    total = sum(computed.values())
+    return kind, None if total >= count else total
+
+
+def _levels(document: Document, layers: Layers) -> Mapping[str, int]:
+    if document.pipeline is not None:
+        numbers = {*layers.numbers}
+        recompute = document.pipeline.recompute
+        return {level: sum(n in numbers for n in own) for level, own in recompute.items() if numbers & {*own}}
+    found = Counter[str]()
+    for block in document.blocks:
+        if not layers.path or LAYER.fullmatch(block.name):
+            found.update(block.recompute)
+    return found
+
+
+def _products_in(operators: tuple[str, ...]) -> bool:
+    return any(name.partition(": ")[2] in ("linear", "addmm", "scaled_dot_product_attention") for name in operators)
+
+
+def _products(document: Document) -> dict[str, str]:
+    """By what the ranks of the tensor axis share each module's weight."""
+    axes = [at for at, kind in _kinds(document).items() if kind == "tensor"]
+    found: dict[str, str] = {}
+    if len(axes) != 1:
+        return found
+    for block, detail in zip(document.blocks, document.account.blocks, strict=False):
+        for name, op in detail.ops.items():
+            kind = KINDS.get(op.meaning[axes[0]])
+            if kind is not None and op.parameters and name in block.ops and op.path:
+                strips = block.ops[name].split()[axes[0]].partition("/")[2]
+                found.setdefault(op.path, f"{kind}/{strips}" if strips else kind)
+    return found
+
+
+def _input_shape(document: Document) -> tuple[int, ...]:
+    """The whole shape of the first input."""
+    shapes = (document.account.leaves[name].shape for name in document.inputs if name in document.account.leaves)
+    return next(shapes, ())
