@@ -8,7 +8,7 @@ training ask the run state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class LocalCall:
         args: arguments by schema name; tensors are fx nodes of the local program.
         group: emits the fx node of a mesh axis's process group.
         state: emits the fx node of the program's run state (training mode and random numbers).
+        sent: what the operator's layer began to send, if it did.
         count: of how many tokens a loss is the mean, where that is found before a micro-batched step.
     """
 
@@ -50,6 +51,7 @@ class LocalCall:
     group: Callable[[int], fx.Node]
     state: Callable[[], fx.Node]
     count: fx.Node | None = None
+    sent: fx.Node | None = None
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, trailing defaults left out."""
@@ -132,6 +134,19 @@ COUNT = "count"
 """The keyword of losses that takes of how many tokens they are the mean."""
 
 
+SENT = "sent"
+"""The keyword of layers that takes what they began to send."""
+
+
+def begun(call: LocalCall, operands: Sequence[fx.Node]) -> fx.Node:
+    """Emit what the layer of ``call`` sends before others are computed, of these operands."""
+    form = LOCAL_FORMS[call.node.op]
+    assert form.begins is not None, "only layers that can begin early have collectives that others hide"
+    args: tuple[Any, ...] = (call.state(), *operands, call.operand_shapes()[3][0])
+    name = f"{call.node.name}_{SENT}"
+    return call.graph.create_node("call_function", form.begins, args, _layer_groups(call, form), name=name)
+
+
 def is_random(node: Node, target: torch._ops.OpOverload) -> bool:
     """Whether an operator may draw random numbers."""
     row = OPS.get(node.op)
@@ -176,6 +191,8 @@ def _layer_groups(call: LocalCall, form: LocalForm) -> dict[str, Any]:
             raise PlanError(f"{call.node.name} ({call.node.op}) mixes micro-batches in {call.node.path or 'the model'}")
     if call.count is not None:
         found[COUNT] = call.count
+    if call.sent is not None:
+        found[SENT] = call.sent
     return found
 
 

@@ -24,7 +24,8 @@ class Inner:
 
     It moves ``count`` elements for every index of ``factors`` (rank-local), of ``item_bytes`` each; ranks that share
     factors of ``shared`` share these elements, and one of so many ``parts`` of them is moved. What goes ``around`` the
-    ranks is called once for each of the others.
+    ranks is called once for each of the others. What only ``needs`` some operands, by place, is on its way while others
+    are computed (:mod:`planner.formulation.beside`).
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Inner:
     shared: tuple[str, ...] = ()
     around: bool = False
     parts: int = 1
+    needs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,15 @@ from autopar.operators.expert import Expert
 from autopar.operators.experts import by_expert, known, put, routed, take, through
 from autopar.runtime.spmd.expert_load import Routed
 from autopar.runtime.spmd.rank_index import Groups, as_partial, cut, first, ranks
-from autopar.runtime.spmd.row_exchange import exchange_counts, exchange_rows, splits
+from autopar.runtime.spmd.row_exchange import (
+    RowsInFlight,
+    Splits,
+    begin_rows,
+    end_rows,
+    exchange_counts,
+    exchange_rows,
+    splits,
+)
 from autopar.runtime.spmd.run_state import RunState
 
 
@@ -39,6 +48,7 @@ def experts(
     *arguments: Any,
     holding_groups: Groups = (),
     dispatch_groups: Groups = (),
+    sent: _Sent | None = None,
 ) -> Tensor:
     """``autopar.experts`` of this rank's experts.
 
@@ -50,6 +60,7 @@ def experts(
         *arguments: as in the operator.
         holding_groups: the mesh axes that shard experts, major first.
         dispatch_groups: those of them that shard tokens, too.
+        sent: what :func:`begin_experts` sent of the tokens.
 
     Returns:
         ``[t, h]``, ``S`` on ``dispatch_groups``, ``P`` on the other ``holding_groups``.
@@ -71,8 +82,29 @@ def experts(
         else:
             ways = _Ways(holding_groups, dispatch_groups, len(up), x.device)
             run = partial(_made, form=Expert(*arguments), seen=seen)
-            found = _dispatched(x, indices, weights, matrices, ways, run)
+            found = _dispatched(sent or _sent(x, indices, ways), weights, matrices, ways, run)
     return as_partial(found, whole)
+
+
+def begin_experts(
+    state: RunState,
+    x: Tensor,
+    indices: Tensor,
+    each: int,
+    *,
+    holding_groups: Groups = (),
+    dispatch_groups: Groups = (),
+) -> _Sent | None:
+    """Send tokens to their experts, for :func:`experts` to wait for them; arguments as there.
+
+    Args:
+        state: that it is a region of, too.
+        each: experts of one rank.
+    """
+    with state.random.region():
+        if x.is_meta or isinstance(x, FakeTensor):
+            return None
+        return _sent(x, indices, _Ways(holding_groups, dispatch_groups, each, x.device), is_awaited=False)
 
 
 class _Ways:
@@ -117,29 +149,62 @@ def _note(state: RunState, holding: Groups, count: int, tokens: Sequence[int]) -
     state.routed.append(Routed(state.random.coordinate(holding) * len(tokens), count, tuple(tokens)))
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class _Sent:
+    """Rows on their way along the first axis.
+
+    Attributes:
+        rows: what arrives.
+        slots: which token and place each row that was sent is of.
+        arrived: how many rows arrive for each expert.
+        sent, received: rows for and from each rank.
+        flight: what to wait for, if they are not there.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    arrived: Tensor
+    sent: Splits
+    received: Splits
+    flight: RowsInFlight | None
+
+
+def _sent(x: Tensor, indices: Tensor, ways: _Ways, is_awaited: bool = True) -> _Sent:
+    rows, slots, counts = for_each_rank(ways.start, x, indices, *ways.here)
+    group = ways.dispatch[0]
+    sent, arrived = splits(counts, group), exchange_counts(counts, group)
+    received = splits(arrived, group)
+    if is_awaited:
+        return _Sent(exchange_rows(rows, sent, received, group), slots, arrived, sent, received, None)
+    rows, flight = begin_rows(rows, sent, received, group)
+    return _Sent(rows, slots, arrived, sent, received, flight)
+
+
 def _dispatched(
-    x: Tensor,
-    indices: Tensor,
+    begun: _Sent,
     weights: Tensor,
     matrices: tuple[Tensor | None, ...],
     ways: _Ways,
     run: Callable[..., Tensor],
 ) -> Tensor:
     """What the experts of all ranks make of this rank's tokens; ``run``: what one rank does with its rows."""
-    rows, slots, counts = for_each_rank(ways.start, x, indices, *ways.here)
-    back, sources = [], 1
+    rows = begun.rows if begun.flight is None else end_rows(begun.rows, begun.flight)
+    sent, received, arrived = begun.sent, begun.received, begun.arrived
+    counts, back, sources = arrived, [], 1
     sizes = [*(group.size() for group in ways.dispatch), ways.each]
-    for group, following in zip(ways.dispatch, sizes[1:], strict=True):
-        sent, arrived = splits(counts, group), exchange_counts(counts, group)
-        received = splits(arrived, group)
-        rows, sources = exchange_rows(rows, sent, received, group), sources * group.size()
+    for number, (group, following) in enumerate(zip(ways.dispatch, sizes[1:], strict=True)):
+        if number:
+            sent, arrived = splits(counts, group), exchange_counts(counts, group)
+            received = splits(arrived, group)
+            rows = exchange_rows(rows, sent, received, group)
+        sources *= group.size()
         # Rows are sorted by where they come from, then by where they go next, and are to be the other way round.
         rows, counts, order = for_each_rank(partial(_regrouped, shape=(sources, following, -1)), rows, arrived)
         back.append((group, sent, received, order))
     rows = for_each_rank(run, rows, counts.view(ways.each, -1).sum(1), *matrices)
     for group, sent, received, order in reversed(back):
         rows = exchange_rows(for_each_rank(_restored, rows, order), received, sent, group)
-    return for_each_rank(_weighted, rows, weights, slots)
+    return for_each_rank(_weighted, rows, weights, begun.slots)
 
 
 def _regrouped(rows: Tensor, counts: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
