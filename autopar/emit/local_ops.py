@@ -124,7 +124,10 @@ def local_form(call: LocalCall) -> fx.Node:
     return call.emit(form.function, (*first, *positional), {**keywords, **groups})
 
 
-OVER_MICRO_BATCHES = ("token_groups", "contracted_groups")
+SAMPLES = "sample_groups"
+"""The keyword of experts that says which ranks count other tokens."""
+
+OVER_MICRO_BATCHES = ("token_groups", "contracted_groups", SAMPLES)
 """Keywords of layers that only count: an axis may be micro-batches."""
 
 BY_MICRO_BATCH = ("batch_groups",)
@@ -144,7 +147,8 @@ def begun(call: LocalCall, operands: Sequence[fx.Node]) -> fx.Node:
     assert form.begins is not None, "only layers that can begin early have collectives that others hide"
     args: tuple[Any, ...] = (call.state(), *operands, call.operand_shapes()[3][0])
     name = f"{call.node.name}_{SENT}"
-    return call.graph.create_node("call_function", form.begins, args, _layer_groups(call, form), name=name)
+    groups = {keyword: found for keyword, found in _layer_groups(call, form).items() if keyword != SAMPLES}
+    return call.graph.create_node("call_function", form.begins, args, groups, name=name)
 
 
 def is_random(node: Node, target: torch._ops.OpOverload) -> bool:

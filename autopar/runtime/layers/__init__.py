@@ -50,7 +50,8 @@ class LocalForm:
             draws nothing: what it keeps for backward is made anew where it runs again. It always replaces the operator.
         begins: sends what the function then waits for, before others are computed
             (:mod:`planner.formulation.beside`): takes the run state, of which it is a region too, the operands that it
-            needs, the local length of the fourth, and the groups. What it returns is the function's keyword ``sent``.
+            needs, the local length of the fourth, and the groups other than ``sample_groups``. What it returns is the
+            function's keyword ``sent``.
         takes_path: a keyword ``path`` takes the path of the module, for errors. It always replaces the operator.
     """
 
@@ -95,7 +96,11 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     ),
     "autopar.experts.default": LocalForm(
         experts,
-        {"holding_groups": ("e", "t.dispatch"), "dispatch_groups": ("t.dispatch",)},
+        {
+            "sample_groups": ("t", "t.dispatch"),
+            "holding_groups": ("e", "t.dispatch"),
+            "dispatch_groups": ("t.dispatch",),
+        },
         is_region=True,
         begins=begin_experts,
     ),

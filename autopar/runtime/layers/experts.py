@@ -23,7 +23,7 @@ from autopar.functions.ranks import for_each_rank
 from autopar.operators.expert import Expert
 from autopar.operators.experts import by_expert, known, put, routed, take, through
 from autopar.runtime.spmd.expert_load import Routed
-from autopar.runtime.spmd.rank_index import Groups, as_partial, cut, first, ranks
+from autopar.runtime.spmd.rank_index import Groups, GroupsOrMicroBatches, among_ranks, as_partial, cut, first, ranks
 from autopar.runtime.spmd.row_exchange import (
     RowsInFlight,
     Splits,
@@ -46,6 +46,7 @@ def experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *arguments: Any,
+    sample_groups: GroupsOrMicroBatches = (),
     holding_groups: Groups = (),
     dispatch_groups: Groups = (),
     sent: _Sent | None = None,
@@ -58,6 +59,7 @@ def experts(
             ``holding_groups``.
         up, down, up_bias, down_bias: ``S`` on ``holding_groups`` along their experts.
         *arguments: as in the operator.
+        sample_groups: those that shard tokens.
         holding_groups: the mesh axes that shard experts, major first.
         dispatch_groups: those of them that shard tokens, too.
         sent: what :func:`begin_experts` sent of the tokens.
@@ -74,7 +76,8 @@ def experts(
         count, is_simulated = len(up) * ranks(holding_groups), isinstance(x, LocalTensor)
         # Nobody is told where rows were counted already, or are of all ranks at once.
         is_seen = not (state.random.is_replaying or is_simulated)
-        seen = partial(_note, state, holding_groups, count) if is_seen else None
+        sharing = ranks(tuple(dict.fromkeys((*holding_groups, *among_ranks(sample_groups)))))
+        seen = partial(_note, state, holding_groups, count, sharing) if is_seen else None
         if not dispatch_groups:
             run = partial(routed, form=Expert(*arguments), count=count, seen=seen)
             at = first(count, whole, x.device) if is_simulated else len(up) * state.random.coordinate(whole)
@@ -144,9 +147,9 @@ class _Ways:
         return torch.where(goes, number * self.each + chosen % self.each, self.count)
 
 
-def _note(state: RunState, holding: Groups, count: int, tokens: Sequence[int]) -> None:
+def _note(state: RunState, holding: Groups, count: int, sharing: int, tokens: Sequence[int]) -> None:
     """Remember how many tokens went to each expert of this rank."""
-    state.routed.append(Routed(state.random.coordinate(holding) * len(tokens), count, tuple(tokens)))
+    state.routed.append(Routed(state.random.coordinate(holding) * len(tokens), count, tuple(tokens), sharing))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
