@@ -35,6 +35,7 @@ from autopar.capture.passes.functionalization import mutates
 from autopar.capture.repeats.candidates import nominate
 from autopar.capture.repeats.markers import NotFoldable
 from autopar.capture.repeats.repeats import Repeats
+from autopar.capture.transformers_attention import soft_caps_whole
 from autopar.capture.transformers_experts import experts_whole
 from autopar.functions.applying import Applied, carrying
 from autopar.functions.carry import Carried
@@ -312,6 +313,7 @@ def _export(
         _masks_not_read(),
         _batch_norms_not_synced(),
         experts_whole(),
+        soft_caps_whole(),
         without_torchs_notes(),
     ):
         warnings.simplefilter("ignore")

@@ -111,12 +111,12 @@ def local_form(call: LocalCall) -> fx.Node:
             positional = tuple(
                 call.args[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             )
-            keywords = {name: call.args[name] for name in ("scale", "enable_gqa")}
+            keywords = {name: value for name, value in call.args.items() if name in ATTENTION_KEYWORDS}
             return call.emit(draw_attention, (call.state(), varying, *positional), {**keywords, **groups})
         positional, keywords = call.arguments()
         return call.emit(draw, (call.target, call.state(), varying, *positional), keywords)
     positional, keywords = call.arguments()
-    if form is None or not (groups or form.is_region or form.takes_path):
+    if form is None or not (groups or form.is_region or form.takes_path or form.always):
         return call.emit(call.target, positional, keywords)
     if form.takes_path and call.node.path:
         groups["path"] = call.node.path
@@ -132,6 +132,8 @@ OVER_MICRO_BATCHES = ("token_groups", "contracted_groups", SAMPLES)
 
 BY_MICRO_BATCH = ("batch_groups",)
 """Keywords of layers that share among ranks what each micro-batch has of its own, where a plan has them do so."""
+
+ATTENTION_KEYWORDS = ("scale", "enable_gqa", "window", "softcap")
 
 COUNT = "count"
 """The keyword of losses that takes of how many tokens they are the mean."""

@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.functions.carry import around, carried_by
+from autopar.operators.attention import attention
 from planner.base.errors import VerificationError
 from planner.ir.graph import Graph, Node
 from planner.ops import drops
@@ -37,6 +38,7 @@ _CASTS = {
 _RATES = {
     torch.nn.functional.scaled_dot_product_attention: (4, "dropout_p"),
     torch.ops.aten.scaled_dot_product_attention.default: (4, "dropout_p"),
+    attention: (4, "dropout_p"),
     # The mode is off inside functions that it is told of, so the outermost one must be stopped.
     torch.nn.functional.multi_head_attention_forward: (
         list(inspect.signature(torch.nn.functional.multi_head_attention_forward).parameters).index("dropout_p"),

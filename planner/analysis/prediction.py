@@ -274,8 +274,8 @@ def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
             if not assignment.gathering_route(node, position):
                 route = assignment.operand_route(node, position)
                 calls.update(_route_calls(assignment, ref, route, differentiated))
-        for axis, inner, bytes_in in space.inner_calls(space.rules[node.name], choice, differentiated):
-            calls[Collective(inner.kind, axis.name, bytes_in, inner.phase)] += mesh.micro_batches
+        for axis, inner, bytes_in, times in space.inner_calls(space.rules[node.name], choice, differentiated):
+            calls[Collective(inner.kind, axis.name, bytes_in, inner.phase)] += times * mesh.micro_batches
     for bucket in assignment.gather_buckets(instance.block):
         calls.update(_bucket_calls(assignment, bucket, backward=not reached.isdisjoint(bucket)))
     return calls
@@ -321,8 +321,9 @@ def _calls_again(assignment: Assignment, instance: Instance, level: Level) -> Ca
             if not assignment.gathering_route(node, position):
                 add(ref, assignment.operand_route(node, position))
         if at in again.operators:
-            for axis, inner, bytes_in in space.inner_calls(space.rules[node.name], choice, differentiated=False):
-                calls[Collective(inner.kind, axis.name, bytes_in, "backward")] += space.mesh.micro_batches
+            inside = space.inner_calls(space.rules[node.name], choice, differentiated=False)
+            for axis, inner, bytes_in, times in inside:
+                calls[Collective(inner.kind, axis.name, bytes_in, "backward")] += times * space.mesh.micro_batches
     gathered = gathered_again(assignment, instance, level)
     for bucket in assignment.gather_buckets(instance.block):
         if not gathered.isdisjoint(bucket):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.ops import OPS
+from planner.ops.attention import Sight
 from planner.ops.attention_pieces import QueryShards
 from planner.ops.table import Family
 
@@ -91,14 +92,15 @@ class Stream:
 Kernel = Product | Attention | Stream
 
 
-def attention_kernels(operands: Sequence[Shape], causal: bool, shards: QueryShards) -> dict[Attention, int]:
+def attention_kernels(operands: Sequence[Shape], seen: Sight, shards: QueryShards) -> dict[Attention, int]:
     """The kernels that the busiest rank runs where ranks share the queries of attention, and how often each.
 
     Args:
-        operands, causal: as of :func:`kernel_of`.
+        operands: as of :func:`kernel_of`.
+        seen: by queries of keys.
     """
     *heads, queries, depth = operands[0]
-    found = shards.pieces(queries, operands[1][-2], causal)
+    found = shards.pieces(queries, operands[1][-2], seen)
     return {Attention(math.prod(heads), n, m, depth, is_causal): times for (n, m, is_causal), times in found.items()}
 
 

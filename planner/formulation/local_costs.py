@@ -22,8 +22,8 @@ from planner.formulation.training import Tier, Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, Layout, Mesh, P, R, Shard, local_shape
 from planner.ops import OPS, attends
-from planner.ops.attention import is_causal
-from planner.ops.attention_pieces import UNSHARDED, QueryShards, merged_bytes, query_shards
+from planner.ops.attention import has_scores, is_causal, sight
+from planner.ops.attention_pieces import UNSHARDED, QueryShards, merged_bytes, query_shards, sent_keys
 from planner.ops.memory_traffic import MemoryTraffic
 from planner.ops.saved_tensors import is_own, own_bytes, saved_tensors
 from planner.ops.sharding_rule import AxisStrategy, Inner, Rule
@@ -343,22 +343,25 @@ class LocalCosts:
         """
         if not any(strategy.inner for strategy in choice.axes):
             return 0.0, 0.0
-        inner, around = {"forward": 0.0, "backward": 0.0}, dict[tuple[str, int], list[float]]()
+        inner, around = {"forward": 0.0, "backward": 0.0}, dict[tuple[str, int], list[tuple[float, int]]]()
         least_s = self._beside_s(node, needs_of([call for _, call in choice.inner]))
         hides_s = {phase: self.overlap * seconds for phase, seconds in zip(inner, least_s, strict=True)}
-        for axis, call, bytes_in in self.inner_calls(rule, choice, any(t.grad for t in node.results)):
+        for axis, call, bytes_in, times in self.inner_calls(rule, choice, any(t.grad for t in node.results)):
             seconds = self.collective_s(call.kind, axis, bytes_in)
             if call.around:
-                around.setdefault((call.phase, axis.size), []).append(seconds)
+                around.setdefault((call.phase, axis.size), []).append((seconds, times))
             else:
                 # Of several axes the first is begun early: what goes on from there waits for it.
                 hidden_s = hides_s.pop(call.phase, 0.0) if call.needs else 0.0
-                inner[call.phase] += at_least_zero(seconds * self._uneven(choice) - hidden_s)
-        for (phase, ranks), sent_s in around.items():
-            beside_s = self.overlap * computed_s[phase == "backward"] / ranks
-            first_s, behind_s = sent_s[0], sum(sent_s[ranks - 1 :]) / (ranks - 1)
+                inner[call.phase] += at_least_zero(seconds * times * self._uneven(choice) - hidden_s)
+        for (phase, _), sent in around.items():
+            calls = sum(call.around and call.phase == phase for _, call in choice.inner)
+            first, behind = sent[: len(sent) // calls], sent[len(sent) // calls :]
+            hops = sum(times for _, times in first)
+            beside_s = self.overlap * computed_s[phase == "backward"] / (hops + 1)
+            first_s, behind_s = first[0][0], sum(seconds * times / hops for seconds, times in behind)
             exposed_s = at_least_zero(first_s + behind_s - beside_s)
-            inner[phase] += (ranks - 2) * exposed_s + at_least_zero(first_s - beside_s) + behind_s
+            inner[phase] += (hops - 1) * exposed_s + at_least_zero(first_s - beside_s) + behind_s
         return inner["forward"], inner["backward"]
 
     def _beside_s(self, node: Node, needs: Sequence[int]) -> tuple[float, float]:
@@ -395,15 +398,20 @@ class LocalCosts:
         ways = frozenset(strategy.sharded for strategy in choice.axes if strategy.factor)
         return Share(choice.shares(self.mesh), ways, self._uneven(choice))
 
-    def inner_calls(self, rule: Rule, choice: Choice, differentiated: bool) -> Iterator[tuple[Axis, Inner, int]]:
-        """The collectives of an operator's local form, on which axis, and the bytes that each rank passes to them;
-        those of backward only where it is differentiated.
+    def inner_calls(self, rule: Rule, choice: Choice, differentiated: bool) -> Iterator[tuple[Axis, Inner, int, int]]:
+        """The collectives of an operator's local form, on which axis, the bytes that each rank passes to them, and how
+        often; those of backward only where it is differentiated.
         """
         for number, call in choice.inner:
             axis = self.mesh.axes[number]
             if axis.size > 1 and axis.name != MICRO and (call.phase == "forward" or differentiated):
-                each = axis, call, self.inner_bytes(rule, choice, call)
-                yield from [each] * (axis.size - 1 if call.around else 1)
+                size = self.inner_bytes(rule, choice, call)
+                if call.around and call.reach is not None:
+                    own = rule.sizes[call.factors[-1]] // axis.size
+                    for sent, times in sent_keys(axis.size, own, call.reach + 1):
+                        yield axis, call, size * sent // own, times
+                else:
+                    yield axis, call, size, axis.size - 1 if call.around else 1
 
     def _compute(
         self,
@@ -436,8 +444,8 @@ class LocalCosts:
     ) -> tuple[float, float]:
         """Seconds of attention piece by piece: its kernels, and what merges their results and adds up gradients."""
         dtype, found = node.results[0].dtype, []
-        kernels = attention_kernels(shapes, is_causal(node), shards)
-        count, merged = sum(kernels.values()), merged_bytes(node, shapes, shards)
+        kernels, scores = attention_kernels(shapes, sight(node), shards), has_scores(node, self.cost.cluster.on_cpu)
+        count, merged = sum(kernels.values()), merged_bytes(node, shapes, shards, scores)
         for is_backward, bytes_moved in enumerate((moved.forward, moved.backward)):
             seconds = self.cost.compute_s(0.0, merged[is_backward], dtype, 3 * count, Stream("add"))
             for kernel, times in kernels.items():

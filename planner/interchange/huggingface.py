@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from planner.base.errors import ConfigError
-from planner.interchange.format import Format, Limit, check_known, parse_json, take
+from planner.interchange.format import Format, Limit, check_known, degree, parse_json, take
 from planner.interchange.limits import (
     into_data,
     micro_batches_elsewhere,
     no_context,
     nothing_gathered_again,
+    offload_to_host,
     recompute_elsewhere,
     together,
     whole_layers,
@@ -79,8 +80,8 @@ def read(text: str) -> Parallelism:
     implementation = take(config, "ep_implementation", str, "auto")
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"'ep_implementation' is {implementation!r}; it is one of {', '.join(IMPLEMENTATIONS)}")
-    sizes = {name: take(config, name, int, 1) for name in ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")}
-    expert, tensor = take(config, "ep_size", int, 1), sizes["tp_size"]
+    sizes = {name: degree(config, name) for name in ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")}
+    expert, tensor = degree(config, "ep_size"), sizes["tp_size"]
     if implementation == "all_reduce" and expert != tensor:
         raise ConfigError(f"'ep_implementation' all_reduce needs 'ep_size' = 'tp_size'; they are {expert} and {tensor}")
     kinds = {style: kind for kind, style in STYLES.items()} | {
@@ -115,6 +116,7 @@ def _plan(value: Any, name: str) -> dict[str, str]:
 
 
 LIMITS = (
+    no_context(TOOL),
     Limit(
         "data parallelism and pipelines do not go together: pipeline ranks share the batch and parameters instead",
         lambda d: d.pipeline > 1 and d.data * d.replicate > 1,
@@ -132,7 +134,6 @@ LIMITS = (
         lambda d: d.pipeline > 1 and (d.virtual_stages > 1 or bool(d.stage_layers) or d.schedule != "1f1b"),
         lambda d: replace(d, virtual_stages=1, stage_layers=(), schedule="1f1b"),
     ),
-    no_context(TOOL),
     Limit(
         "enable_sequence_parallel is reserved, and does nothing yet",
         lambda d: d.sequence_parallel,
@@ -150,12 +151,6 @@ LIMITS = (
         refused=True,
     ),
     Limit(
-        "ranks that share experts divide data-parallel times tensor-parallel ones",
-        lambda d: d.expert > 1 and d.data * d.tensor % d.expert > 0,
-        lambda d: replace(d, expert=d.data * d.tensor),
-        refused=True,
-    ),
-    Limit(
         "experts are shared whole",
         lambda d: d.expert > 1 and d.tensor > 1 and d.expert_tensor != 1,
         lambda d: replace(d, expert=min(d.expert * d.tensor, d.data * d.tensor), expert_tensor=1),
@@ -169,11 +164,7 @@ LIMITS = (
     whole_layers("gradient checkpointing"),
     nothing_gathered_again(TOOL),
     recompute_elsewhere("said in code: model.gradient_checkpointing_enable()"),
-    Limit(
-        "offload goes with FSDP, and to the host",
-        lambda d: d.offload == "disk" or (d.offload != "none" and d.zero == 0),
-        lambda d: replace(d, offload="host", zero=d.zero or 2),
-    ),
+    offload_to_host("FSDP"),
     Limit(
         "said in code: from_pretrained(..., dtype=...)",
         lambda d: d.dtype != "float32",
@@ -200,4 +191,5 @@ FORMAT = Format(
     },
     LIMITS,
     "from_pretrained(..., distributed_config=DistributedConfig.from_dict(json.load(open(FILE))))",
+    ("tp_size", "fsdp_size", "pp_size", "ep_size", "tp_plan", "dp_replicate_size"),
 )

@@ -1,9 +1,9 @@
-"""Row of scaled dot-product attention (a flash kernel: scores are never stored)."""
+"""Rows of attention: torch's (a flash kernel: scores are never stored), and ours, with windows and soft caps."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import Shard
@@ -28,6 +28,8 @@ QUERY_WAYS = {
 }
 """Every way to shard queries, in words."""
 RINGS, ZIGZAGS = (RING, ZIGZAG_RING), (ZIGZAG, ZIGZAG_RING)
+OURS = "autopar.attention.default"
+"""Attention with windows and soft caps, which runs in pieces on one device, too."""
 HEADS = ("kv", "group")
 """Factors: heads of keys and values, and heads of queries that share one."""
 
@@ -77,17 +79,17 @@ def _named_ways(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> tup
     """
     if no_ring(node, operands):
         return ()
-    (query, key, value), result = operands[:3], node.results[0]
+    (query, key, value), result, window = operands[:3], node.results[0], sight(node).window
     rows, columns = (tuple(factor for dim in rule.operands[at][:-1] for factor in dim) for at in (0, 1))
     kv, depths = key.shape[-1] + value.shape[-1], (query.shape[-1], result.shape[-1])
     along = {place: Shard(len(operands[place].shape) - 2) for place in (1, 2)}
 
     def around(way: str) -> tuple[Inner, ...]:
-        sent = Inner("send", columns, key.item_bytes, kv, shared=(way,), around=True)
+        sent = Inner("send", columns, key.item_bytes, kv, shared=(way,), around=True, reach=window and window - 1)
         again = replace(sent, phase="backward")
         return sent, again, replace(again, item_bytes=max(again.item_bytes, 4))
 
-    ring = FactorWay("ring", along, inner=around(RING))
+    ring = FactorWay("ring", along, inner=around(RING), alone=() if window is None else (QUERY,))
     if no_zigzag(node, operands):
         return (ring,)
     half = Inner("send", rows, query.item_bytes, parts=2)
@@ -107,6 +109,8 @@ def no_zigzag(node: Node, operands: tuple[TensorType, ...]) -> str:
     """Why queries of an attention are not put in zigzag order; empty where they can be."""
     if not is_causal(node):
         return "is not causal, so that all ranks have as much in the order in which tokens are"
+    if window := sight(node).window:
+        return f"sees {window} keys back, so that all ranks but the first have as much in the order in which tokens are"
     return no_ring(node, operands)
 
 
@@ -127,16 +131,48 @@ def is_causal(node: Node) -> bool:
     return dict(node.args).get("is_causal") is True
 
 
+@dataclass(frozen=True)
+class Sight:
+    """What queries see of keys: those at their own place and before, if it is ``causal``, and of these, if there is a
+    ``window``, so many, their own included.
+    """
+
+    causal: bool
+    window: int | None = None
+
+    def pairs(self, queries: int) -> int:
+        """Of the first ``queries`` of a causal attention and the keys that they see, half of the square without
+        window.
+        """
+        window = queries if self.window is None else min(self.window, queries)
+        return window * queries - window * window // 2
+
+
+def sight(node: Node) -> Sight:
+    """What queries of an attention see, as far as that is known without its mask."""
+    args = dict(node.args)
+    window = args.get("window")
+    return Sight(args.get("is_causal") is True, window if isinstance(window, int) else None)
+
+
+def has_scores(node: Node, on_cpu: bool) -> bool:
+    """Whether scores of a piece of an attention are there while it runs, for want of a kernel without."""
+    return bool(node["softcap"] or (on_cpu and node["dropout_p"]))
+
+
 def shares_heads(node: Node, strategy: AxisStrategy) -> bool:
     """Whether ranks share the heads of attention."""
     return node.op in ROWS and strategy.factor in HEADS
 
 
 def attention_flops(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> int:
-    """Two products over every (query, key) pair; a causal mask leaves half of the pairs."""
+    """Two products over every (query, key) pair; a causal mask leaves half of the pairs, a window fewer."""
     pairs = math.prod(size for factor, size in rule.sizes.items() if factor not in ("d", "e"))
     flops = 2 * pairs * (rule.sizes.get("d", 1) + rule.sizes.get("e", 1))
-    return flops // 2 if node["is_causal"] else flops
+    if (seen := sight(node)).window is None:
+        return flops // 2 if seen.causal else flops
+    queries = node.results[0].shape[-2]
+    return flops * seen.pairs(queries) // queries**2
 
 
 def saves(node: Node, operands: tuple[TensorType, ...]) -> tuple[str, ...]:
@@ -159,5 +195,14 @@ ROWS: dict[str, Row] = {
             kernel="attention",
             labels={"context": QUERY},
         ),
+    ),
+    OURS: Row(
+        attention,
+        attention_flops,
+        saves=("in0", "in1", "in2", "out0", "rows"),
+        random=True,
+        drops="dropout_p",
+        kernel="attention",
+        labels={"context": QUERY},
     ),
 }

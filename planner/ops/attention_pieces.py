@@ -10,31 +10,54 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from planner.ir.graph import Node, TensorType
-from planner.ops.attention import QUERY, RINGS, ROWS, ZIGZAGS, is_causal
+from planner.ops.attention import OURS, QUERY, RINGS, ROWS, ZIGZAGS, Sight, is_causal, sight
 from planner.ops.sharding_rule import AxisStrategy
 
 Span = tuple[range, range]
 """Queries and keys, numbered run after run."""
+LEAST = 128
+"""Queries that a kernel takes at once, where a window holds fewer."""
 
 
-def pieces(
-    starts: Sequence[int], run: int, firsts: Sequence[int], keys: int, causal: bool
-) -> Iterator[tuple[slice, slice, bool]]:
-    """What some queries see of some keys, as kernels take it: all of both, or query ``i`` keys ``0..i`` of as many.
+@dataclass(frozen=True)
+class SeenPart:
+    """What some queries see of some keys, as a kernel takes it: all of both, query ``i`` keys ``0..i`` of as many
+    (``is_square``), or a ``band``.
+
+    Attributes:
+        queries, keys: numbered run after run.
+        band: how far the first of the keys lies before the first of the queries: of a window that does not hold all.
+    """
+
+    queries: slice
+    keys: slice
+    is_square: bool = False
+    band: int | None = None
+
+    @property
+    def form(self) -> tuple[int, int, bool]:
+        """What kernels are told apart by: queries, keys, and whether half of the pairs are skipped."""
+        return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start, self.is_square
+
+
+def pieces(starts: Sequence[int], run: int, firsts: Sequence[int], keys: int, seen: Sight) -> Iterator[SeenPart]:
+    """What some queries see of some keys.
 
     Args:
         starts, run: the places in the sequence of runs of queries, ascending, and how long each is.
         firsts, keys: likewise of runs of keys.
-        causal: queries see keys at their own place and before; otherwise all.
-
-    Yields:
-        Queries and keys, numbered run after run; whether query ``i`` of these sees keys ``0..i`` alone.
     """
+    if seen.window is not None:
+        yield from _bands(starts, run, firsts, keys, seen.window)
+        return
     every = range(len(starts) * run), range(len(firsts) * keys)
     squares, wholes = [], list[Span]()
-    if not causal:
+    if not seen.causal:
         wholes.append(every)
     elif (run, *starts) == (keys, *firsts):
         squares.append(every)
@@ -49,9 +72,38 @@ def pieces(
             wholes.append((range(at + max(start, last), at + start + run), range(to + first, to + last)))
         wholes = _joined(_joined([span for span in wholes if all(span)], 0), 1)
     for is_square, spans in ((True, squares), (False, wholes)):
-        yield from (
-            (slice(rows.start, rows.stop), slice(columns.start, columns.stop), is_square) for rows, columns in spans
-        )
+        for rows, columns in spans:
+            yield SeenPart(slice(rows.start, rows.stop), slice(columns.start, columns.stop), is_square)
+
+
+def _bands(starts: Sequence[int], run: int, firsts: Sequence[int], keys: int, window: int) -> Iterator[SeenPart]:
+    """As many queries at a time as the window is long, with the keys that any of them sees."""
+    step = max(window, LEAST)
+    for (row, start), (column, first) in itertools.product(enumerate(starts), enumerate(firsts)):
+        at, to = row * run - start, column * keys - first
+        for begin in range(start, start + run, step):
+            low, high = max(first, begin - window + 1), min(first + keys, start + run, begin + step)
+            rows = range(max(begin, low), min(begin + step, start + run, high + window - 1))
+            if low < high and rows:
+                is_square = rows == range(low, high) and len(rows) <= window
+                sees_all = high - 1 <= rows.start and rows.stop - 1 - low < window
+                yield SeenPart(
+                    slice(at + rows.start, at + rows.stop),
+                    slice(to + low, to + high),
+                    is_square,
+                    None if is_square or sees_all else rows.start - low,
+                )
+
+
+def sent_keys(ranks: int, keys: int, window: int | None) -> list[tuple[int, int]]:
+    """How many keys each rank of a ring passes on before each step but the first, the last ones of a rank's; and before
+    how many steps so many.
+
+    Args:
+        keys: of each rank.
+    """
+    back = (ranks - 1) * keys if window is None else min(window - 1, (ranks - 1) * keys)
+    return [(sent, times) for sent, times in ((keys, back // keys), (back % keys, 1)) if sent and times]
 
 
 def _joined(spans: list[Span], along: int) -> list[Span]:
@@ -108,31 +160,47 @@ class QueryShards:
 
     def is_in_pieces(self, node: Node) -> bool:
         """Whether it runs piece by piece: not where all that a rank sees are whole rows."""
-        return self.ring > 1 or (self.ranks > 1 and is_causal(node))
+        return self.ring > 1 or (self.ranks > 1 and is_causal(node)) or node.op == OURS
 
     def load(self, node: Node) -> float:
         """What the busiest rank has of the pairs that an operator meets over the average."""
-        return self.busiest if self.ranks > 1 and is_causal(node) else 1.0
+        if self.ranks == 1 or not is_causal(node):
+            return 1.0
+        if (seen := sight(node)).window is None:
+            return self.busiest
+        length = node.results[0].shape[-2]
+        before = length - length // (self.ranks * self.strips)
+        return self.ranks * self.strips * (1 - seen.pairs(before) / seen.pairs(length))
 
-    def pieces(self, queries: int, keys: int, causal: bool) -> Counter[tuple[int, int, bool]]:
+    def pieces(self, queries: int, keys: int, seen: Sight) -> Counter[tuple[int, int, bool]]:
         """How often the last rank meets so many queries with so many keys, causally or not.
 
         Args:
             queries, keys: that it has.
+            seen: what it sees.
         """
-        length, strip = queries * self.ranks, queries * self.ranks // self.strips
-        run, columns = queries // self.strips, keys
-        starts: Sequence[int] = [(number + 1) * strip - run for number in range(self.strips)]
-        firsts: list[Sequence[int]] = [(block * keys,) for block in range(self.ring)]
-        if self.is_zigzag:
-            run, starts = queries // 2, zigzag(self.ranks - 1, self.ranks, length)
-        if self.is_zigzag and self.ring > 1:
-            columns, firsts = keys // 2, [zigzag(block, self.ring, length) for block in range(self.ring)]
-        found = Counter[tuple[int, int, bool]]()
-        for each in firsts:
-            for queries_, keys_, is_square in pieces(starts, run, each, columns, causal):
-                found[queries_.stop - queries_.start, keys_.stop - keys_.start, is_square] += 1
-        return found
+        return _forms(self, queries, keys, seen)
+
+
+@lru_cache(maxsize=4096)
+def _forms(shards: QueryShards, queries: int, keys: int, seen: Sight) -> Counter[tuple[int, int, bool]]:
+    """See :meth:`QueryShards.pieces`. Of a ring's blocks of keys that lie alike to the queries one is looked at."""
+    length, strip = queries * shards.ranks, queries * shards.ranks // shards.strips
+    run, columns = queries // shards.strips, keys
+    starts = [(number + 1) * strip - run for number in range(shards.strips)]
+    firsts = np.arange(shards.ring).reshape(-1, 1) * keys
+    if shards.is_zigzag:
+        run, starts = queries // 2, [*zigzag(shards.ranks - 1, shards.ranks, length)]
+    if shards.is_zigzag and shards.ring > 1:
+        columns, firsts = keys // 2, np.array([zigzag(block, shards.ring, length) for block in range(shards.ring)])
+    behind = columns + (0 if seen.window is None else seen.window - 1)
+    lies = (firsts[:, :, None] - np.array(starts)).clip(-behind, run).reshape(len(firsts), -1)
+    _, places, counts = np.unique(lies, axis=0, return_index=True, return_counts=True)
+    found = Counter[tuple[int, int, bool]]()
+    for each, times in zip(firsts[places].tolist(), counts.tolist(), strict=True):
+        for part in pieces(starts, run, each, columns, seen):
+            found[part.form] += times
+    return found
 
 
 UNSHARDED = QueryShards()
@@ -156,7 +224,7 @@ def query_shards(node: Node, ways: Iterable[tuple[AxisStrategy, int]]) -> QueryS
     return QueryShards.of(parts, strips)
 
 
-def merged_bytes(node: Node, shapes: Sequence[tuple[int, ...]], shards: QueryShards) -> tuple[int, int]:
+def merged_bytes(node: Node, shapes: Sequence[tuple[int, ...]], shards: QueryShards, scores: bool) -> tuple[int, int]:
     """Bytes that go through memory to merge the results of pieces, and in backward to add up their gradients.
 
     Both are sums in float32 at the least, which are read and written once for each piece. Keys and values are put
@@ -164,17 +232,24 @@ def merged_bytes(node: Node, shapes: Sequence[tuple[int, ...]], shards: QuerySha
 
     Args:
         shapes: of its operands on one rank.
+        scores: there are scores of each piece, over which ten operators pass forward, sixteen backward.
     """
     query, key, value = (math.prod(shape) for shape in shapes[:3])
     queries, keys = shapes[0][-2], shapes[1][-2]
     item = node.results[0].item_bytes
     each = 2 * max(item, 4) + item
-    met = shards.pieces(queries, keys, is_causal(node))
+    met, window = shards.pieces(queries, keys, sight(node)), sight(node).window
     rows, columns = (sum(times * piece[at] for piece, times in met.items()) for at in (0, 1))
-    out, sent = query // shapes[0][-1] * shapes[2][-1], (shards.ring - 1) * (key + value)
+    out, sent = (
+        query // shapes[0][-1] * shapes[2][-1],
+        sum(each * times for each, times in sent_keys(shards.ring, keys, window)) * (key + value) // keys,
+    )
     forward = each * out * rows // queries + 2 * item * sent
     backward = each * (query * rows // queries + (key + value) * columns // keys)
     backward += (2 * item + 5 * max(item, 4)) * sent
+    if scores:
+        each = max(item, 4) * query // shapes[0][-1] // queries * sum(n * m * times for (n, m, _), times in met.items())
+        forward, backward = forward + 10 * each, backward + 16 * each
     if shards.is_zigzag:  # a half is copied to be sent, and both are put together
         kv = key + value if shards.ring > 1 else 0
         forward += 3 * item * (query + out + kv)
@@ -183,7 +258,7 @@ def merged_bytes(node: Node, shapes: Sequence[tuple[int, ...]], shards: QuerySha
 
 
 def scratch_bytes(
-    node: Node, types: Sequence[TensorType], sizes: Sequence[int], shards: QueryShards, has_scores: bool
+    node: Node, types: Sequence[TensorType], sizes: Sequence[int], shards: QueryShards, scores: bool
 ) -> tuple[int, int]:
     """What attention in pieces needs while it runs, forward and backward, besides its tensors and their gradients.
 
@@ -194,23 +269,29 @@ def scratch_bytes(
     Args:
         types: of operands.
         sizes: bytes of operands, then results, on one rank.
-        has_scores: those of a piece are there while it runs, twice forward and three times backward, and copies of
-            what it reads, keys for every head.
+        scores: those of a piece are there while it runs, twice, backward with what was dropped, and with a soft cap,
+            once more each, and copies of what it reads, keys for every head.
     """
     (query, key, value), out, goes = sizes[:3], sizes[len(types)], shards.ring > 1
     item = node.results[0].item_bytes
     wide = max(1, 4 // item)
     mask = sum(size // each.item_bytes for size, each in zip(sizes[3 : len(types)], types[3:], strict=True))
-    held = (2 * (key + value) if goes else 0) + mask * item // shards.ring
-    forward, backward = held + 2 * wide * out, held + wide * (query + (key + value) * (3 if goes else 1))
+    queries, keys, depth = types[0].shape[-2] // shards.ranks, types[1].shape[-2] // shards.ring, types[0].shape[-1]
+    window, come = sight(node).window, key + value if goes else 0
+    if window is not None and goes:
+        come = come * max([each for each, _ in sent_keys(shards.ring, keys, window)], default=0) // keys
+    held = 2 * come + mask * item // shards.ring
+    forward, backward = held + 2 * wide * out, held + wide * (query + key + value + 2 * come)
     if shards.is_zigzag:
         entered = query + (key + value if goes else 0)
         forward, backward = forward + entered, backward + entered + 2 * out
-    if has_scores:
-        queries, keys, depth = types[0].shape[-2] // shards.ranks, types[1].shape[-2] // shards.ring, types[0].shape[-1]
-        largest = max(n * m for n, m, _ in shards.pieces(queries, keys, is_causal(node)))
-        scores = wide * query // depth // queries * largest
+    largest = max(n * m for n, m, _ in shards.pieces(queries, keys, sight(node)))
+    if window is not None:  # how far back keys are, which of these are seen, and the mask that says so
+        forward, backward = forward + (10 + item) * largest, backward + (10 + item) * largest
+    if scores:
+        each = wide * query // depth // queries * largest
         copies = wide * (query + query // depth // queries * keys * (depth + types[2].shape[-1]))
         copies *= 1 if wide == 1 else 2  # in what they are computed in, and side by side
-        forward, backward = forward + 2 * scores + copies, backward + 3 * scores + copies
+        besides = 2 + bool(node["dropout_p"]) + bool(node["softcap"])
+        forward, backward = forward + 2 * each + copies, backward + besides * each + copies
     return forward, backward

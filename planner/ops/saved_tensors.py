@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from planner.ir.graph import Node, TensorType
 from planner.ops import OPS, attends
+from planner.ops.attention import has_scores
 from planner.ops.attention_pieces import QueryShards, scratch_bytes
 from planner.ops.function import kept
 from planner.ops.table import Saved, Share
@@ -122,8 +123,8 @@ def beside(
         found = row.between(node, types, sizes, share)
         return ScratchBytes(found.forward, found.backward)
     if _is_in_pieces(node, share):
-        has_scores = on_cpu and bool(node["dropout_p"])
-        return ScratchBytes(*scratch_bytes(node, types, sizes, QueryShards.of(share.parts), has_scores))
+        shards = QueryShards.of(share.parts)
+        return ScratchBytes(*scratch_bytes(node, types, sizes, shards, has_scores(node, on_cpu)))
     if row is None or not on_cpu or SCORES not in row.saved(node, tuple(types)):
         return ScratchBytes()
     drops, scores, wide = bool(node["dropout_p"]), _scores_bytes(types, sizes), _wide(types) // types[0].item_bytes

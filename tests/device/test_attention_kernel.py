@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from autopar.operators.attention import attention
 from autopar.runtime.layers.partial_attention import Places, attend
+from planner.ops.attention import Sight
 
 pytestmark = pytest.mark.device
 
 
 @pytest.mark.parametrize("dtype, error", [(torch.bfloat16, 2e-2), (torch.float32, 2e-3), (torch.float64, 1e-10)])
-@pytest.mark.parametrize("hides", ["nothing", "later", "padding"])
+@pytest.mark.parametrize("hides", ["nothing", "later", "padding", "window"])
 def test_kernels_of_gpus(dtype, error, hides):
     """The second half of a sequence, with grouped queries and values of another size, meets all keys."""
     torch.manual_seed(0)
@@ -22,13 +24,17 @@ def test_kernels_of_gpus(dtype, error, hides):
     wide = [t.clone().requires_grad_() for t in whole[:3]]
     half = whole[3].clone()
     half[:, :, :48] = 0
-    expected = scaled_dot_product_attention(*wide, mask, is_causal=hides == "later", enable_gqa=True)
+    seen = Sight(hides in ("later", "window"), 20 if hides == "window" else None)
+    if hides == "window":
+        expected = attention(*wide, is_causal=True, enable_gqa=True, window=20)
+    else:
+        expected = scaled_dot_product_attention(*wide, mask, is_causal=hides == "later", enable_gqa=True)
     gradients = torch.autograd.grad(expected, wide, half)
 
     given = [(t[:, :, 48:] if at in (0, 3) else t).to(dtype) for at, t in enumerate(whole)]
     leaves = [t.requires_grad_() for t in given[:3]]
     places = Places(torch.tensor([48]), 48, torch.tensor(0), None)
-    out = attend(*leaves, mask, 0.0, hides == "later", 40**-0.5, places)
+    out = attend(*leaves, mask, 0.0, seen, 40**-0.5, places)
     found = torch.autograd.grad(out, leaves, given[3])
     rights = (expected[:, :, 48:], gradients[0][:, :, 48:], *gradients[1:])
     for each, right in zip((out, *found), rights, strict=True):
@@ -51,7 +57,7 @@ def test_weights_are_dropped_alike_in_backward(dtype, error, causal):
     def attended(values):
         torch.manual_seed(1)
         leaves = [t.to(dtype).requires_grad_() for t in (query[:, :, 48:], key, values)]
-        return attend(*leaves, None, 0.3, causal, 32**-0.5, places), leaves
+        return attend(*leaves, None, 0.3, Sight(causal), 32**-0.5, places), leaves
 
     kept = torch.nn.functional.pad(attended(identity)[0] != 0, (0, 0, 48, 0))
     wide = [t.clone().requires_grad_() for t in (query, key, value)]

@@ -60,8 +60,8 @@ class Build:
         return self._add(Node(name, op, (), (TensorType(shape, "float32", op == "param"),), target=target or name))
 
     def call(self, name: str, op: str, /, *shape: int, path: str = "", **args: object) -> Ref:
-        """An ATen operator, or one of another house."""
-        full = op if op.startswith("house.") else f"aten.{op}"
+        """An ATen operator, one of ours, or of another house."""
+        full = op if op.startswith(("house.", "autopar.")) else f"aten.{op}"
         return self._add(Node(name, full, tuple(args.items()), (TensorType(shape, "float32", True),), path=path))
 
     def linear(self, name: str, value: Ref, width: int, path: str = "", has_bias: bool = False) -> Ref:

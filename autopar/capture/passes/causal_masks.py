@@ -1,4 +1,4 @@
-"""Recognises attention masks that say no more than ``is_causal=True``, and says that instead.
+"""Recognises attention masks that say no more than ``is_causal=True``, or a sliding window, and says that instead.
 
 Libraries decide between the two while a model runs, and while it is exported they cannot know that a shortcut will
 stay legal, so they write the mask out: ``[batch, 1, query, key]`` elements that take memory and time in every layer
@@ -10,22 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 from torch import Tensor, fx
 
 from autopar.capture.constant_propagation import Constants, Limits, Unknown, argument, evaluate
 from autopar.graph.program import Body, Program
+from autopar.operators.attention import attention
+from planner.ops.attention import Sight
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-
-
-class Meaning(Enum):
-    """What a mask says."""
-
-    NOTHING = "every query sees every key"
-    CAUSAL = "query i sees keys 0..i"
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,8 @@ class _Question:
 
 
 def causal_masks(program: Program, limits: Limits | None = None) -> Program:
-    """Replace causal masks by ``is_causal`` and drop masks that hide nothing; what made them is left as dead code.
+    """Replace causal masks by ``is_causal``, those of sliding windows by the operator that has them, and drop masks
+    that hide nothing; what made them is left as dead code.
 
     Calls of one body whose masks differ in what they say become calls of different bodies.
 
@@ -81,11 +76,11 @@ def _lengths(attention: fx.Node) -> tuple[int, int]:
     return query[-2], key[-2]
 
 
-def _answers(program: Program, asked: Sequence[_Question], limits: Limits | None) -> dict[_Question, Meaning | None]:
+def _answers(program: Program, asked: Sequence[_Question], limits: Limits | None) -> dict[_Question, Sight | None]:
     """What masks say; each that is computed differently is worked out once."""
     graph, made = _makers(program, {question.mask for question in asked})
     constants = evaluate(graph, [made[question.mask] for question in asked], program.constants, limits)
-    known: dict[tuple[fx.Node, int, int], Meaning | None] = {}
+    known: dict[tuple[fx.Node, int, int], Sight | None] = {}
     found = {}
     for question in asked:
         key = constants.first[made[question.mask]], question.queries, question.keys
@@ -120,35 +115,59 @@ def _makers(program: Program, names: Set[str]) -> tuple[fx.Graph, dict[str, fx.N
     return graph, made
 
 
-def meaning(constants: Constants, mask: fx.Node, queries: int, keys: int) -> Meaning | None:
-    """What a mask over ``queries`` and ``keys`` says; ``None``: something else, or it is not known."""
+def meaning(constants: Constants, mask: fx.Node, queries: int, keys: int) -> Sight | None:
+    """What a mask over ``queries`` and ``keys`` says; ``None``: something else, or it is not known.
+
+    As a query sees its own key, a number that hides is as good as ``-inf`` where no score is near it.
+    """
     if mask not in constants:
         return None
-    seen, hidden = (True, False) if mask.meta["val"].dtype is torch.bool else (0.0, -torch.inf)
-    says_nothing, causal = True, queries == keys
+    least, most, hides = 0, queries, False
     try:
-        for window, data in constants.parts(mask, queries, keys):
-            says_nothing = says_nothing and bool((data == seen).all())
-            causal = causal and _is_causal(data, *window.numbers(queries, keys), seen, hidden)
-            if not says_nothing and not causal:
+        for part, data in constants.parts(mask, queries, keys):
+            shown, hidden = data == (True if data.dtype == torch.bool else 0.0), _hides(data)
+            hides = hides or bool(hidden.any())
+            if not bool((shown | hidden).all()):
+                return None
+            least, most = _narrowed(least, most, torch.atleast_2d(shown), *part.numbers(queries, keys))
+            if hides and (queries != keys or least > most):
                 return None
     except Unknown:
         return None
-    return Meaning.NOTHING if says_nothing else Meaning.CAUSAL
+    if not hides:
+        return Sight(causal=False)
+    return Sight(causal=True, window=None if least == queries else least) if least == most else None
 
 
-def _is_causal(data: Tensor, rows: Tensor, columns: Tensor, seen: float, hidden: float) -> bool:
-    """Whether a compressed part of a mask is causal; its rows ``[r, 1]`` and columns ``[1, c]`` have these numbers."""
-    if data.shape[-2:] == (len(rows), columns.numel()):
-        return bool((data == torch.where(rows >= columns, seen, hidden)).all())
-    first, last = bool(rows[0, 0] >= columns[0, -1]), bool(rows[-1, 0] >= columns[0, 0])
-    # Where the diagonal passes, a causal mask varies along every side that is longer than one.
-    return first == last and bool((data == (seen if first else hidden)).all())
+def _hides(data: Tensor) -> Tensor:
+    """Which elements of a mask hide a key."""
+    if data.dtype == torch.bool:
+        return ~data
+    is_far = data.dtype != torch.float16  # whose scores may be as large
+    return (data == -torch.inf) | (data == torch.finfo(data.dtype).min) & is_far
+
+
+def _narrowed(least: int, most: int, shown: Tensor, rows: Tensor, columns: Tensor) -> tuple[int, int]:
+    """How many keys a causal window holds, at least and at most, as a further part says; none where it says otherwise.
+
+    Args:
+        shown: ``[.., r, c]``, compressed; its rows ``[r, 1]`` and columns ``[1, c]`` have these numbers.
+    """
+    rows_ends = (rows, rows) if shown.shape[-2] == len(rows) else (rows[:1], rows[-1:])
+    columns_ends = (columns, columns) if shown.shape[-1] == columns.shape[-1] else (columns[:, :1], columns[:, -1:])
+    near = (rows_ends[0] - columns_ends[1]).expand(shown.shape)  # how far back keys are, at least
+    far = (rows_ends[1] - columns_ends[0]).expand(shown.shape)
+    if bool(shown.any()):
+        if int(near[shown].min()) < 0:
+            return 1, 0
+        least = max(least, int(far[shown].max()) + 1)
+    before = ~shown & (far >= 0)
+    return least, min(most, max(0, int(near[before].min()))) if bool(before.any()) else most
 
 
 def _mask(node: fx.Node) -> fx.Node | None:
     """The mask of an attention whose result has the same shape without it."""
-    if node.target is not ATTENTION or argument(node, "is_causal"):
+    if node.target not in (ATTENTION, attention) or argument(node, "is_causal"):
         return None
     mask = argument(node, "attn_mask")
     if not isinstance(mask, fx.Node):
@@ -159,7 +178,7 @@ def _mask(node: fx.Node) -> fx.Node | None:
     return mask
 
 
-def _without_masks(body: Body, told: Mapping[fx.Node, Meaning]) -> tuple[Body, tuple[fx.Node, ...]]:
+def _without_masks(body: Body, told: Mapping[fx.Node, Sight]) -> tuple[Body, tuple[fx.Node, ...]]:
     """The body in which attention is not ``told`` so by a mask, and the operands of the old one that it reads."""
     graph = fx.Graph()
     copies = {operand: graph.placeholder(operand.name) for operand in body.operands}
@@ -169,12 +188,15 @@ def _without_masks(body: Body, told: Mapping[fx.Node, Meaning]) -> tuple[Body, t
     for node in body.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node in told:
-            _drop_mask(copies[node], is_causal=told[node] is Meaning.CAUSAL)
+            _drop_mask(copies[node], told[node])
     changed = Body(tuple(copies[node] for node in body.nodes))
     return changed, tuple(sources[operand] for operand in changed.operands)
 
 
-def _drop_mask(node: fx.Node, is_causal: bool) -> None:
+def _drop_mask(node: fx.Node, seen: Sight) -> None:
     query, key, value, rate = (argument(node, name) for name in ("query", "key", "value", "dropout_p"))
-    node.kwargs = {name: value for name, value in node.kwargs.items() if name in ("scale", "enable_gqa")}
-    node.args = (query, key, value, None, rate, is_causal)
+    node.kwargs = {name: value for name, value in node.kwargs.items() if name in ("scale", "enable_gqa", "softcap")}
+    node.args = (query, key, value, None, rate, seen.causal)
+    if seen.window is not None:
+        node.target = attention
+        node.kwargs = {**node.kwargs, "window": seen.window}

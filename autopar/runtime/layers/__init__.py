@@ -8,7 +8,7 @@ the local types that the operator's row gives them. :data:`LOCAL_FORMS` says whi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.runtime.layers.attention import attention
@@ -29,7 +29,7 @@ from autopar.runtime.layers.normalization import (
 from autopar.runtime.layers.random import draw, draw_attention
 from autopar.runtime.layers.streamed_linear import linear
 from autopar.runtime.spmd.rank_index import Groups
-from planner.ops.attention import QUERY_WAYS, RINGS, ZIGZAGS
+from planner.ops.attention import OURS, QUERY_WAYS, RINGS, ZIGZAGS
 from planner.ops.normalization import HIDDEN
 
 CONTRACTED = "contracted"
@@ -53,6 +53,7 @@ class LocalForm:
             needs, the local length of the fourth, and the groups other than ``sample_groups``. What it returns is the
             function's keyword ``sent``.
         takes_path: a keyword ``path`` takes the path of the module, for errors. It always replaces the operator.
+        always: it replaces the operator where no factor is sharded, too.
     """
 
     function: Callable[..., Any]
@@ -62,12 +63,18 @@ class LocalForm:
     is_region: bool = False
     begins: Callable[..., Any] | None = None
     takes_path: bool = False
+    always: bool = False
 
 
 _TOKENS = ("t", "d1", "d2", "d3")
 _CLASSES = {"class_groups": ("classes",)}
 _BATCH = {"batch_groups": ("n",)}
 _HIDDEN = {"hidden_groups": HIDDEN}
+_ATTENTION = LocalForm(
+    attention,
+    {"query_groups": tuple(QUERY_WAYS), "ring_groups": RINGS, "zigzag_groups": ZIGZAGS},
+    strips={"query_groups": "query_strips"},
+)
 _GROUPED = LocalForm(grouped_convolution, {"channel_groups": ("g",)}, takes_op=True)
 _MEAN = LocalForm(partial_mean, {"contracted_groups": (CONTRACTED,)}, takes_op=True)
 _NLL = LocalForm(nll_loss, {"token_groups": _TOKENS}, takes_op=True)
@@ -85,15 +92,8 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     "aten.gather.default": LocalForm(gather, _CLASSES, takes_op=True),
     "aten.scatter.src": LocalForm(scatter, _CLASSES, takes_op=True),
     "aten.scatter.value": LocalForm(scatter, _CLASSES, takes_op=True),
-    "aten.scaled_dot_product_attention.default": LocalForm(
-        attention,
-        {
-            "query_groups": tuple(QUERY_WAYS),
-            "ring_groups": RINGS,
-            "zigzag_groups": ZIGZAGS,
-        },
-        strips={"query_groups": "query_strips"},
-    ),
+    "aten.scaled_dot_product_attention.default": _ATTENTION,
+    OURS: replace(_ATTENTION, always=True),
     "autopar.experts.default": LocalForm(
         experts,
         {

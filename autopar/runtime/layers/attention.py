@@ -11,6 +11,7 @@ from torch import Tensor
 from autopar.operators.autocast import as_autocast
 from autopar.runtime.layers.partial_attention import Places, attend
 from autopar.runtime.spmd.rank_index import Groups, ranks
+from planner.ops.attention import Sight
 
 
 def attention(
@@ -23,12 +24,14 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
     query_groups: Groups = (),
     query_strips: tuple[int, ...] = (),
     ring_groups: Groups = (),
     zigzag_groups: Groups = (),
 ) -> Tensor:
-    """``aten.scaled_dot_product_attention`` of some query rows with every key.
+    """``aten.scaled_dot_product_attention`` of some query rows with every key, or ``autopar.attention``.
 
     A causal mask counts rows from the start of the whole sequence: row ``i`` sees keys ``0..i``.
 
@@ -38,6 +41,7 @@ def attention(
             ``query_groups``.
         attn_mask: broadcasts to ``[.., h, query / ranks, key of all ranks]``.
         dropout_p, is_causal, scale, enable_gqa: as in the operator.
+        window, softcap: as in ours (:mod:`autopar.operators.attention`).
         query_groups: the mesh axes that shard the query rows, in the order in which they cut them.
         query_strips: the strips that each of them cuts, see :func:`autopar.runtime.spmd.rank_index.cut`.
         ring_groups: the one of them along which keys go from rank to rank, if there is one.
@@ -46,7 +50,7 @@ def attention(
     Returns:
         ``[.., h, query / ranks, e]``, ``S`` on ``query_groups``.
     """
-    if ring_groups or (is_causal and query_groups):
+    if ring_groups or (is_causal and query_groups) or window is not None or softcap is not None:
         length, (ring,) = query.shape[-2] * ranks(query_groups), ring_groups or (None,)
         places = Places.of(length, query_groups, query_strips, ring, is_zigzag=bool(zigzag_groups))
         operands = [as_autocast(t) for t in (query, key, value)]
@@ -56,7 +60,7 @@ def attention(
         q, k, v = (_in_four_dims(t, batch, count) for t, count in zip(operands, heads, strict=True))
         mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        out = attend(q, k, v, mask, dropout_p, is_causal, scale, places)
+        out = attend(q, k, v, mask, dropout_p, Sight(is_causal, window), scale, places, softcap)
         if max(t.dim() for t in operands) == 4:
             return out
         return out.reshape(*batch, *heads[:1] * (max(t.dim() for t in operands) > 2), *out.shape[-2:])

@@ -34,7 +34,9 @@ class AttentionPiece:
         scale: of the products of queries and keys.
         dropout_p: the share of weights that is dropped at random; what queries see of other keys is not weighed by it,
             so that pieces are merged as without.
+        softcap: what scores are at most, before the mask: ``softcap * tanh(score / softcap)``.
         seed: of what is drawn, where that is not done by a kernel of GPUs.
+        base: ``[b, h, n, 1]`` or what broadcasts to it, is taken off scores where these are there.
     """
 
     query: Tensor
@@ -44,7 +46,9 @@ class AttentionPiece:
     causal: bool
     scale: float
     dropout_p: float = 0.0
+    softcap: float | None = None
     seed: int = 0
+    base: Tensor | None = None
 
     def forward(self) -> tuple[Tensor, Tensor, Drawn]:
         """``[b, h, n, e]`` and the log-sum-exp ``[b, h, n]``: 0 and ``-inf`` for a query that sees none of the keys."""
@@ -85,7 +89,8 @@ class AttentionPiece:
     @property
     def has_scores(self) -> bool:
         """Whether no kernel does without scores."""
-        return self.query.dtype == torch.float64 if self.query.is_cuda else self.dropout_p > 0
+        is_needed = self.query.dtype == torch.float64 if self.query.is_cuda else self.dropout_p > 0
+        return is_needed or self.softcap is not None
 
     def in_wide(self) -> AttentionPiece:
         """With operands in float32 at the least."""
@@ -162,7 +167,7 @@ def _backward(
 def _with_scores(piece: AttentionPiece) -> tuple[Tensor, Tensor]:
     """Where no kernel does without them: two of their size at most are there at once."""
     each = piece.in_wide().for_each_head()
-    weights = _scores(each)
+    weights = _scores(each)[0]
     lse = weights.logsumexp(-1)
     weights.sub_(_finite(lse).unsqueeze(-1)).exp_()
     if each.dropout_p:
@@ -173,10 +178,11 @@ def _with_scores(piece: AttentionPiece) -> tuple[Tensor, Tensor]:
 def _gradients_by_scores(
     piece: AttentionPiece, gradient: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Likewise, three at most."""
+    """Likewise, three at most, four with a soft cap."""
     each = piece.in_wide().for_each_head()
     gradient, out = gradient.to(each.query.dtype), out.to(each.query.dtype)
-    weights = _scores(each).sub_(lse.unsqueeze(-1)).exp_()
+    weights, slope = _scores(each)
+    weights.sub_(lse.unsqueeze(-1)).exp_()
     errors = gradient @ each.value.mT
     left = weights
     if each.dropout_p:
@@ -185,17 +191,25 @@ def _gradients_by_scores(
         left.mul_(weights)
     dv = left.mT @ gradient
     errors.sub_((gradient * out).sum(-1, keepdim=True)).mul_(weights).mul_(each.scale)
+    if slope is not None:
+        errors.mul_(slope)
     return errors @ each.key, piece.as_grouped(errors.mT @ each.query), piece.as_grouped(dv)
 
 
-def _scores(piece: AttentionPiece) -> Tensor:
-    scores = (piece.query * piece.scale) @ piece.key.mT
+def _scores(piece: AttentionPiece) -> tuple[Tensor, Tensor | None]:
+    """And by what their gradient is multiplied for that of products of queries and keys; ``None``: 1."""
+    scores, slope = (piece.query * piece.scale) @ piece.key.mT, None
+    if piece.softcap is not None:
+        capped = scores.div_(piece.softcap).tanh_()
+        scores, slope = capped * piece.softcap, capped.square_().neg_().add_(1)
     if piece.mask is not None:
         scores += piece.mask
+    if piece.base is not None:
+        scores -= piece.base
     if piece.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores.masked_fill_(later, -torch.inf)
-    return scores
+    return scores, slope
 
 
 def _kept(piece: AttentionPiece, weights: Tensor) -> Tensor:

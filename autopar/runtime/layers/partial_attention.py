@@ -7,7 +7,8 @@ scores (Milakov and Gimelshein 2018; Dao et al. 2022).
 Keys are whole on every rank, or each rank holds some, and they go around the ranks in a ring (Li et al. 2021, Liu et
 al. 2023): while a rank attends to the keys that it has, the next ones come. In backward they go around once more, and
 their gradients with them, one step behind. Saved are the shards that a rank has, its result, and the log-sum-exp. In
-zigzag order (:mod:`autopar.runtime.layers.zigzag`) halves are exchanged before and after, in backward too.
+zigzag order (:mod:`autopar.runtime.layers.zigzag`) halves are exchanged before and after, in backward too. Of a sliding
+window only those of the last keys before a rank's own come that it sees, and gradients go straight home.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from autopar.runtime.layers.zigzag import Zigzag
 from autopar.runtime.spmd.rank_index import Groups, cut
 from autopar.runtime.spmd.row_exchange import shift, wait
 from planner.base.errors import InputError
-from planner.ops.attention_pieces import pieces, zigzag
+from planner.ops.attention import Sight
+from planner.ops.attention_pieces import SeenPart, pieces, sent_keys, zigzag
 
 SEEDS = 2**62
 """So many there are."""
@@ -83,14 +85,15 @@ class Places:
         """How often this rank has other keys."""
         return 1 if self.ring is None else self.ring.size()
 
-    def runs_of_keys(self, block: int, keys: int) -> tuple[Sequence[int], int]:
+    def runs_of_keys(self, block: int, keys: int, here: int) -> tuple[Sequence[int], int]:
         """Where the runs of keys of a block begin, of a rank of the ring or of all, and how long each is.
 
         Args:
             keys: in the block.
+            here: of these, as many of the last as have come.
         """
         if self.zigzag is None or self.ring is None:
-            return (block * keys,), keys
+            return ((block + 1) * keys - here,), here
         return zigzag(block, self.steps, keys * self.steps), keys // 2
 
     def entered(
@@ -116,9 +119,10 @@ def attend(
     value: Tensor,
     mask: Tensor | None,
     dropout_p: float,
-    causal: bool,
+    seen: Sight,
     scale: float,
     places: Places,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to all keys.
 
@@ -127,14 +131,17 @@ def attend(
         key, value: ``[b, h or kv, m, d]`` and ``[b, h or kv, m, e]``; all of them, or those that this rank holds.
         mask: broadcasts to ``[b, h, n, keys of all ranks]``; of booleans, or to be added to scores. It has no gradient.
         dropout_p: the share of weights that is dropped; what seeds it is drawn here.
-        causal: queries see keys at their own place and before; then there is no ``mask``.
+        seen: by queries of keys, beside what ``mask`` hides.
+        softcap: what scores are at most: ``softcap * tanh(score / softcap)``, before a mask is added.
 
     Returns:
         ``[b, h, n, e]``.
     """
     with torch.device("cpu"), spmd.no_typecheck():
         seed = torch.randint(SEEDS, ()) if dropout_p else None
-    visits = _Visits(causal, scale, places, _seen(mask, places.steps), dropout_p, seed)
+    call = partial(AttentionPiece, scale=scale, dropout_p=dropout_p, softcap=softcap)
+    base = None if softcap is None else _base(mask, key.dtype)
+    visits = _Visits(call, seen, places, key.shape[-2], _shown(mask, places.steps), seed, base)
     return _Attend.apply(query, key, value, mask, visits)
 
 
@@ -152,9 +159,9 @@ class _Attend(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         out, lse = _result(query, value, wide).zero_(), query.new_full(query.shape[:-1], -torch.inf, dtype=wide)
         rows, (keys, values) = places.entered((query,), (key, value))
-        held = _Packed.of(keys, values, packs=places.steps > 1)
-        for step in range(places.steps):
-            coming = held.send(places.ring) if step + 1 < places.steps else None
+        held = _Packed.of(keys, values, packs=visit.goes_around)
+        for step, sent in enumerate([*visit.sent, 0]):
+            coming = held.last(sent).send(places.ring) if sent else None
             out, lse = visit.forward(step, *rows, *held.parts, mask, out, lse)
             held = coming() if coming is not None else held
         out = out.to(query.dtype)
@@ -174,18 +181,18 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, out, lse = ctx.saved_tensors
         visit, places = ctx.visit, ctx.visit.places
-        ring, steps = places.ring, places.steps
+        ring = places.ring
         (query, gradient, out), (key, value) = places.entered((query, gradient, out), (key, value))
         rest = mask, gradient, out, lse
-        dq, held = torch.zeros_like(query, dtype=lse.dtype), _Packed.of(key, value, packs=steps > 1)
+        dq, held = torch.zeros_like(query, dtype=lse.dtype), _Packed.of(key, value, packs=visit.goes_around)
         home, behind = held.zeros(lse.dtype), None
-        for step in range(steps):
-            coming = held.send(ring) if step + 1 < steps else None
+        for step, sent in enumerate([*visit.sent, 0]):
+            coming = held.last(sent).send(ring) if sent else None
             found = held.zeros(lse.dtype) if step else home
             dq, *_ = visit.backward(step, query, *held.parts, *rest, dq, *found.parts)
             if behind is not None:
-                found.add(behind())
-            behind = found.send(ring) if step else None
+                (found if visit.goes_around else home).add(behind())
+            behind = found.send(ring, 1 if visit.goes_around else -step) if step else None
             held = coming() if coming is not None else held
         if behind is not None:
             home.add(behind())
@@ -199,17 +206,32 @@ class _Visits:
     """What one rank does with the keys that it has at each step.
 
     Attributes:
+        call: of a kernel, but for what is met.
+        keys: that a rank of the ring has, or all.
+        shown: whether any query of this rank sees anything of each block of keys, where a mask says so.
         seed: ``[]``, of what is dropped, from which that of each piece follows, so that it is drawn again in backward.
+        base: ``[.., n, 1]``, see :func:`_base`; without it, queries that have one are refused in a ring.
         drawn: what kernels drew instead, by step and number of the piece.
     """
 
-    causal: bool
-    scale: float
+    call: Callable[..., AttentionPiece]
+    seen: Sight
     places: Places
-    seen: Tensor | None
-    dropout_p: float
+    keys: int
+    shown: Tensor | None
     seed: Tensor | None
+    base: Tensor | None
     drawn: dict[tuple[int, int], Drawn] = field(default_factory=dict)
+
+    @property
+    def sent(self) -> list[int]:
+        """How many keys are passed on in each step but the last."""
+        return [n for n, times in sent_keys(self.places.steps, self.keys, self.seen.window) for _ in range(times)]
+
+    @property
+    def goes_around(self) -> bool:
+        """Whether every rank has the keys of every other in turn."""
+        return self.places.steps > 1 and self.seen.window is None
 
     def forward(self, step: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         return self._on_ranks(self._forward, step, tensors)
@@ -221,45 +243,53 @@ class _Visits:
         self, run: Callable[..., tuple[Tensor, ...]], step: int, tensors: Sequence[Tensor | None]
     ) -> tuple[Tensor, ...]:
         places = self.places
-        return for_each_rank_no_grad(partial(run, step), self.seen, self.seed, places.starts, places.source, *tensors)
+        known = self.shown, self.seed, self.base, places.starts, places.source
+        return for_each_rank_no_grad(partial(run, step), *known, *tensors)
 
     def _forward(self, step: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         met, (out, lse) = _Met(*tensors[:MET]), tensors[MET:]
-        for number, (rows, _, piece) in enumerate(self._pieces(step, met)):
+        for number, (at, piece) in enumerate(self._pieces(step, met)):
             found, its_lse, self.drawn[step, number] = piece.forward()
-            _merge(out[:, :, rows], lse[:, :, rows], found, its_lse)
+            _merge(out[:, :, at.queries], lse[:, :, at.queries], found, its_lse)
         return out, lse
 
     def _backward(self, step: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         met, (gradient, out, lse, dq, dk, dv) = _Met(*tensors[:MET]), tensors[MET:]
-        for number, (rows, keys, piece) in enumerate(self._pieces(step, met)):
-            drawn = self.drawn[step, number]
+        for number, (at, piece) in enumerate(self._pieces(step, met)):
+            drawn, rows, keys = self.drawn[step, number], at.queries, at.keys
             found = piece.backward(gradient[:, :, rows], out[:, :, rows], lse[:, :, rows], drawn)
             for total, part, new in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
                 total[:, :, part] += new
         return dq, dk, dv
 
-    def _pieces(self, step: int, met: _Met) -> Iterator[tuple[slice, slice, AttentionPiece]]:
-        """The pieces of this step, with the queries and the keys that each has."""
+    def _pieces(self, step: int, met: _Met) -> Iterator[tuple[SeenPart, AttentionPiece]]:
+        """The pieces of this step."""
         block, keys = (int(met.source) - step) % self.places.steps, met.key.shape[-2]
-        if met.seen is not None and not met.seen[block]:
+        if met.base is None and met.mask is not None and self.places.steps > 1 and not step:
+            _check_scores_count(met.mask)
+        if met.shown is not None and not met.shown[block]:
             return
-        runs = self.places.runs_of_keys(block, keys)
-        found = pieces(met.starts.tolist(), self.places.run, *runs, self.causal)
-        for number, (rows, columns, causal) in enumerate(found):
-            hidden = None if met.mask is None else _part(met.mask, block * keys, keys, met.key.dtype)
-            operands = met.query[:, :, rows], met.key[:, :, columns], met.value[:, :, columns]
+        runs = self.places.runs_of_keys(block, self.keys, keys)
+        for number, each in enumerate(pieces(met.starts.tolist(), self.places.run, *runs, self.seen)):
+            first = (block + 1) * self.keys - keys
+            hidden = _part(
+                met.mask, each.queries, slice(first + each.keys.start, first + each.keys.stop), met.key.dtype
+            )
+            band = _band(each, self.seen.window, met.key)
+            if band is not None:
+                hidden = band if hidden is None else hidden + band
+            operands = met.query[:, :, each.queries], met.key[:, :, each.keys], met.value[:, :, each.keys]
+            base = _part(met.base, each.queries, each.keys, met.key.dtype)
             seed = 0 if met.seed is None or met.seed.is_meta else int(met.seed) + number * self.places.steps + step
-            yield rows, columns, AttentionPiece(*operands, hidden, causal, self.scale, self.dropout_p, seed)
+            yield each, self.call(*operands, hidden, each.is_square, seed=seed, base=base)
 
 
 class _Met(NamedTuple):
-    """What one rank meets in a step: which blocks of keys it sees, the seed of what is dropped, its places as in
-    :class:`Places`, and operands.
-    """
+    """What one rank meets in a step: what :class:`_Visits` knows, its places as in :class:`Places`, and operands."""
 
-    seen: Tensor | None
+    shown: Tensor | None
     seed: Tensor | None
+    base: Tensor | None
     starts: Tensor
     source: Tensor
     query: Tensor
@@ -271,24 +301,46 @@ class _Met(NamedTuple):
 MET = len(_Met._fields)
 
 
-def _part(mask: Tensor, first: int, keys: int, dtype: torch.dtype) -> Tensor:
-    """A mask for some keys, to be added to scores."""
-    return additive(mask if mask.shape[-1] == 1 else mask[..., first : first + keys], dtype)
+def _part(mask: Tensor | None, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor | None:
+    """A mask for some queries and keys, to be added to scores."""
+    if mask is None:
+        return None
+    mask = mask if mask.shape[-1] == 1 else mask[..., keys]
+    return additive(mask if mask.shape[-2] == 1 else mask[..., queries, :], dtype)
 
 
-def _seen(mask: Tensor | None, blocks: int) -> Tensor | None:
+def _band(piece: SeenPart, window: int | None, key: Tensor) -> Tensor | None:
+    """The mask of a piece whose queries see some of its keys, as it is added to scores."""
+    if piece.band is None or window is None:
+        return None
+    queries, keys, _ = piece.form
+    rows, columns = (torch.arange(count, dtype=torch.int32, device=key.device) for count in (queries, keys))
+    back = rows.unsqueeze(-1) + piece.band - columns
+    return additive((back >= 0) & (back < window), key.dtype)
+
+
+def _shown(mask: Tensor | None, blocks: int) -> Tensor | None:
     """``[blocks]``: whether any query of this rank sees anything of each block of keys."""
     if mask is None or mask.is_meta or mask.shape[-1] == 1:
         return None
     shown = mask if mask.dtype == torch.bool else mask != -torch.inf
-    if blocks > 1 and mask.dtype != torch.bool:
-        _check_scores_count(mask, shown)
     return shown.unflatten(-1, (blocks, -1)).transpose(-1, -2).flatten(0, -2).any(0).cpu()
 
 
-def _check_scores_count(mask: Tensor, shown: Tensor) -> None:
+def _base(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """``[.., n, 1]``: the number that hides a query from all keys, if its scores are lost in it, else 0; taken off what
+    is left, it makes that as small a number as other scores.
+    """
+    if mask is None or not mask.is_floating_point():
+        return None
+    largest = mask.amax(-1, keepdim=True).to(dtype)
+    return largest.masked_fill((largest >= torch.finfo(dtype).min / 2) | (largest == -torch.inf), 0)
+
+
+def _check_scores_count(mask: Tensor) -> None:
     """Refuse a mask in whose numbers the scores of a query are lost."""
-    if bool(((mask < torch.finfo(mask.dtype).min / 2).all(-1) & shown.any(-1)).any()):
+    base = None if mask.is_meta else _base(mask, mask.dtype)
+    if base is not None and bool(base.any()):
         raise InputError(
             "a mask hides a query from all keys by large finite numbers, in which scores are lost, so that what it "
             "sees is no sum over parts of the keys: hide by -inf or by a mask of booleans, or pin 'context_kind' "
@@ -344,18 +396,28 @@ class _Packed:
         return _Packed.views(torch.zeros_like(self.whole, dtype=dtype), self._shapes)
 
     def add(self, more: _Packed) -> None:
-        """Add others to them."""
-        assert self.whole is not None and more.whole is not None
-        self.whole.add_(more.whole)
+        """Add others to them, those of fewer keys to the last."""
+        if self.whole is not None and more.whole is not None and self.whole.shape == more.whole.shape:
+            self.whole.add_(more.whole)
+            return
+        for part, other in zip(self.parts, more.parts, strict=True):
+            part[:, :, -other.shape[-2] :].add_(other)
 
-    def send(self, ring: ProcessGroup | None) -> Callable[[], _Packed]:
-        """Send both to the next rank in a ring, as one message.
+    def last(self, keys: int) -> _Packed:
+        """Of so many keys, the last; to be sent."""
+        if self.whole is not None and keys == self.parts[0].shape[-2]:
+            return self
+        key, value = (part[:, :, -keys:] for part in self.parts)
+        return _Packed.of(key, value, packs=True)
+
+    def send(self, ring: ProcessGroup | None, by: int = 1) -> Callable[[], _Packed]:
+        """Send both to the next rank in a ring, or one that is so many further, as one message.
 
         Returns:
-            What waits for those that the rank before sends.
+            What waits for those that a rank as far before sends.
         """
         assert ring is not None and self.whole is not None
-        arriving, shapes = shift(self.whole, ring), self._shapes
+        arriving, shapes = shift(self.whole, ring, by), self._shapes
         return lambda: _Packed.views(wait(arriving), shapes)
 
     @property

@@ -76,13 +76,14 @@ def splits(counts: Tensor, group: ProcessGroup) -> Splits:
     return [SymInt(LocalIntNode({rank: own[place] for rank, own in each.items()})) for place in range(group.size())]
 
 
-def shift(tensor: Tensor, ring: ProcessGroup) -> Tensor:
-    """``tensor[n]`` of the rank before in a ring, which sends it while this one sends its own to the next.
+def shift(tensor: Tensor, ring: ProcessGroup, by: int = 1) -> Tensor:
+    """``tensor[n]`` of the rank before in a ring, which sends it while this one sends its own to the next; or to one
+    that is ``by`` ranks further.
 
     Returns:
         What arrives, to be waited for (:func:`wait`); ``tensor`` must stay as it is until then.
     """
-    return _sent(tensor, ring, lambda here: ((here + 1) % ring.size(), (here - 1) % ring.size()))
+    return _sent(tensor, ring, lambda here: ((here + by) % ring.size(), (here - by) % ring.size()))
 
 
 def mirror(tensor: Tensor, group: ProcessGroup) -> Tensor:

@@ -18,7 +18,7 @@ from planner.formulation.strategies import rule_of
 from planner.ir.graph import Graph, Node, TensorType
 from planner.ir.layout import Mesh
 from planner.ops import attends
-from planner.ops.attention import HEADS, QUERY, RING, RINGS, ZIGZAG, ZIGZAG_RING, no_ring, no_zigzag
+from planner.ops.attention import HEADS, QUERY, RING, RINGS, ZIGZAG, ZIGZAG_RING, no_ring, no_zigzag, sight
 from planner.ops.sharding_rule import Rule
 
 
@@ -30,18 +30,20 @@ class Sharded:
         ways: to shard those of an operator.
         refusal: says why an attention cannot be run so.
         instead: what to pin then.
+        even: the kind of those whose ranks all have as much in the order in which tokens are.
     """
 
     ways: tuple[str, ...]
     refusal: Callable[[Node, tuple[TensorType, ...]], str] = lambda node, operands: ""
     instead: str = ""
+    even: ContextKind | None = None
 
 
 SHARDED: Mapping[ContextKind, Sharded] = {
     "gather": Sharded((QUERY,)),
-    "zigzag_gather": Sharded((ZIGZAG,), no_zigzag, "'gather'"),
+    "zigzag_gather": Sharded((ZIGZAG,), no_zigzag, "'gather'", "gather"),
     "ring": Sharded((RING,), no_ring, "'gather'"),
-    "zigzag": Sharded((ZIGZAG_RING,), no_zigzag, "'ring' or 'gather'"),
+    "zigzag": Sharded((ZIGZAG_RING,), no_zigzag, "'ring' or 'gather'", "ring"),
     "hybrid": Sharded(RINGS, no_ring, "'ulysses' or 'gather'"),
 }
 
@@ -130,6 +132,8 @@ def _ways_of_queries(
     if kind is None:
         return [*_heads(rule, ranks), *(way for each in SHARDED.values() for way in each.ways)]
     sharded, length = SHARDED[kind], rule.sizes[QUERY]
+    if sharded.even is not None and sight(node).window is not None:
+        return _ways_of_queries(sharded.even, node, operands, rule, ranks)
     refused = f"pin 'context_kind' is {kind!r}, but attention {node.path or node.name!r}"
     if why := sharded.refusal(node, operands):
         raise PinError(f"{refused} {why}: pin {sharded.instead}, or leave out 'context_kind'")

@@ -72,7 +72,8 @@ def _op_detail(
     differentiated = any(t.grad for t in node.results)
     inner = [
         Collective(call.kind, axis.name, bytes_in, call.phase)
-        for axis, call, bytes_in in space.inner_calls(rule, choice, differentiated)
+        for axis, call, bytes_in, times in space.inner_calls(rule, choice, differentiated)
+        for _ in range(times)
     ]
     places = (position for position, ref in enumerate(node.inputs) if ref in reads)
     parameters = dict.fromkeys(

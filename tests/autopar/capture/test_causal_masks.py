@@ -12,7 +12,9 @@ from torch import Tensor, fx, nn
 
 from autopar.capture.capture import Captured, capture
 from autopar.capture.constant_propagation import Limits, argument, evaluate
-from autopar.capture.passes.causal_masks import ATTENTION, Meaning, meaning
+from autopar.capture.passes.causal_masks import ATTENTION, meaning
+from autopar.operators.attention import attention as windowed
+from planner.ops.attention import Sight
 from tests.autopar.models import gpt2, labels, llama, tokens
 
 INF = float("inf")
@@ -55,6 +57,7 @@ CAUSAL = {
     "float": lambda x: square(x, -INF).triu(1),
     "filled": lambda x: square(x, 0.0).masked_fill(numbers(x)[0] < numbers(x)[1], -INF),
     "torch's": lambda x: nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device),
+    "least number": lambda x: square(x, torch.finfo(torch.float32).min).triu(1),
     "window that holds all": lambda x: band(x, 0, SIZE - 1),
     "with ones like the input": lambda x: (
         torch.ones_like(x[:, 0, 0], dtype=torch.bool).view(-1, 1, 1, 1) & square(x, True).tril()
@@ -68,16 +71,28 @@ NOTHING = {
     "wide window": lambda x: band(x, -SIZE, SIZE),
 }
 
+WINDOWS = {
+    "one": (1, lambda x: band(x, 0, 0)),
+    "two": (2, lambda x: band(x, 0, 1)),
+    "all but one": (SIZE - 1, lambda x: band(x, 0, SIZE - 2)),
+    "float": (3, lambda x: square(x, 0.0).masked_fill(~band(x, 0, 2), -INF)),
+    "expanded": (3, lambda x: band(x, 0, 2).expand(x.shape[0], 1, -1, -1)),
+    "both halves": (3, lambda x: square(x, True).tril() & square(x, True).triu(-2)),
+}
+
 OTHER = {
     "diagonal left out": lambda x: square(x, -INF).triu(1).masked_fill(numbers(x)[0] == numbers(x)[1], -1.0),
     "strict": lambda x: square(x, True).tril(-1),
     "one ahead": lambda x: square(x, True).tril(1),
     "anticausal": lambda x: square(x, True).triu(),
-    "window": lambda x: band(x, 0, SIZE - 2),
-    "one element": lambda x: square(x, True).tril() & ~((numbers(x)[0] == SIZE - 1) & (numbers(x)[1] == 0)),
+    "one element": lambda x: square(x, True).tril() & ~((numbers(x)[0] == SIZE - 1) & (numbers(x)[1] == 1)),
     "one ahead in one row": lambda x: square(x, True).tril() | ((numbers(x)[0] == 2) & (numbers(x)[1] == 3)),
     "a bias": lambda x: square(x, 1.0).triu(1),
-    "finite": lambda x: square(x, torch.finfo(torch.float32).min).triu(1),
+    "finite": lambda x: square(x, -1e30).triu(1),
+    "finite of narrow numbers": lambda x: square(x, torch.finfo(torch.half).min, dtype=torch.half).triu(1).float(),
+    "window that begins late": lambda x: band(x, 1, 3),
+    "window on both sides": lambda x: band(x, -2, 2),
+    "two windows": lambda x: torch.where(numbers(x)[0] < 3, band(x, 0, 1), band(x, 0, 2)),
     "sign": lambda x: square(x, INF).triu(1),
     "one sequence": lambda x: square(x, True).tril() | (torch.arange(len(x), device=x.device) == 1).view(-1, 1, 1, 1),
     "of the input": lambda x: square(x, True).tril() & (x[:, :, 0] > -INF).view(len(x), 1, 1, -1),
@@ -105,9 +120,15 @@ def run(model: nn.Module, found: Captured, **inputs: Tensor) -> Tensor:
 
 def attention(graph: fx.Graph) -> list[tuple[bool, bool]]:
     """(whether it has a mask, whether it is causal) of each attention."""
-    nodes = [node for node in graph.nodes if node.target is ATTENTION]
+    nodes = [node for node in graph.nodes if node.target in (ATTENTION, windowed)]
     assert nodes
     return [(argument(node, "attn_mask") is not None, argument(node, "is_causal")) for node in nodes]
+
+
+def windows(graph: fx.Graph) -> list[int | None]:
+    """The windows of attentions; ``None`` of those that see as far as there are keys."""
+    targets = {node: node.target for node in graph.nodes if node.target in (ATTENTION, windowed)}
+    return [node.kwargs["window"] if target is windowed else None for node, target in targets.items()]
 
 
 def captured(mask: Callable[[Tensor], Tensor], device: str = "cpu") -> fx.Graph:
@@ -128,14 +149,22 @@ def test_masks_that_hide_nothing_are_dropped(name: str):
     assert attention(captured(NOTHING[name])) == [(False, False)]
 
 
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_told(name: str):
+    window, mask = WINDOWS[name]
+    graph = captured(mask)
+    assert attention(graph) == [(False, True)] and windows(graph) == [window]
+
+
 @pytest.mark.parametrize("name", OTHER)
 def test_other_masks_stay(name: str):
     assert attention(captured(OTHER[name])) == [(True, False)]
 
 
-@pytest.mark.parametrize("name", [*CAUSAL, *OTHER])
+@pytest.mark.parametrize("name", [*CAUSAL, *OTHER, *WINDOWS])
 def test_the_result_is_the_same(name: str):
-    model, x = Attends({**CAUSAL, **OTHER}[name]).double(), torch.randn(2, SIZE, 8, dtype=torch.float64)
+    masks = CAUSAL | OTHER | {name: mask for name, (_, mask) in WINDOWS.items()}
+    model, x = Attends(masks[name]).double(), torch.randn(2, SIZE, 8, dtype=torch.float64)
     torch.manual_seed(0)
     expected = model(x)
     torch.manual_seed(0)
@@ -218,13 +247,13 @@ class Layers(nn.Module):
 def test_layers_of_one_body_are_told_apart_by_their_masks():
     model, x = Layers(), torch.randn(2, SIZE, 8)
     folded, whole = (capture(model, (x,), fold=fold) for fold in (True, False))
-    assert attention(folded.graph) == [(False, True), (True, False)] * 3
+    assert attention(folded.graph) == [(False, True)] * 6 and windows(folded.graph) == [None, 3] * 3
     assert str(folded.graph) == str(whole.graph)
     blocks = [call.body for call in folded.program.calls if call.traced or call.body.operands]
     assert len(set(blocks)) < len(blocks), "layers with equal masks should share a body"
 
 
-def judged(mask: Callable[[Tensor], Tensor], length: int, limits: Limits) -> Meaning | None:
+def judged(mask: Callable[[Tensor], Tensor], length: int, limits: Limits) -> Sight | None:
     """What a mask over ``length`` positions says, within limits."""
     with torch.device("meta"):
         graph = torch.export.export(Attends(mask), (torch.randn(2, length, 8),)).graph_module.graph
@@ -233,16 +262,21 @@ def judged(mask: Callable[[Tensor], Tensor], length: int, limits: Limits) -> Mea
 
 
 @pytest.mark.parametrize("length", [5, 64, 67])
-@pytest.mark.parametrize("mask", [CAUSAL["tril"], CAUSAL["float"], OTHER["one element"], OTHER["strict"]])
+@pytest.mark.parametrize(
+    "mask", [CAUSAL["tril"], CAUSAL["float"], OTHER["one element"], OTHER["strict"], WINDOWS["two"][1]]
+)
 def test_parts_decide_alike(mask: Callable[[Tensor], Tensor], length: int):
     by_parts = judged(mask, length, Limits(small=300, part=50))
-    assert by_parts is judged(mask, length, Limits())
+    assert by_parts == judged(mask, length, Limits())
+    if mask is WINDOWS["two"][1]:
+        assert by_parts == Sight(True, 2)
+        return
     causal = mask in CAUSAL.values() or (mask is OTHER["one element"] and length < SIZE)
-    assert by_parts is (Meaning.CAUSAL if causal else None)
+    assert by_parts == (Sight(True) if causal else None)
 
 
 def test_a_mask_beyond_the_limits_stays():
-    assert judged(CAUSAL["compared"], 64, Limits(small=300, part=50)) is Meaning.CAUSAL
+    assert judged(CAUSAL["compared"], 64, Limits(small=300, part=50)) == Sight(True)
     assert judged(CAUSAL["compared"], 64, Limits(small=300, part=50, effort=1000)) is None
 
 
@@ -257,16 +291,16 @@ def mistral(window: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "causal"),
-    [(llama, True), (gpt2, True), (lambda: mistral(8), True), (lambda: mistral(7), False), (lambda: mistral(4), False)],
+    ("make", "window"),
+    [(llama, None), (gpt2, None), (lambda: mistral(8), None), (lambda: mistral(7), 7), (lambda: mistral(4), 4)],
     ids=["llama", "gpt2", "mistral, window 8", "mistral, window 7", "mistral, window 4"],
 )
-def test_transformers_masks(make: Callable[[], nn.Module], causal: bool):
+def test_transformers_masks(make: Callable[[], nn.Module], window: int | None):
     batch = {"input_ids": tokens(length=8), "labels": labels(length=8)}
     graph = capture(make(), None, batch).graph
-    assert attention(graph) == [(not causal, causal)] * 2
+    assert attention(graph) == [(False, True)] * 2 and windows(graph) == [window] * 2
     sizes = {tuple(node.meta["val"].shape) for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)}
-    assert causal == ((8, 1, 8, 8) not in sizes)
+    assert (8, 1, 8, 8) not in sizes
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])

@@ -16,11 +16,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.measure.local_processes import LocalProcesses
+from autopar.operators.attention import attention as windowed
 from autopar.runtime.layers import attention
-from autopar.runtime.layers.partial_attention import _seen
+from autopar.runtime.layers.partial_attention import _base, _check_scores_count
 from autopar.runtime.spmd.random_state import RandomState
 from planner.base.errors import InputError
-from planner.ops.attention_pieces import pieces, zigzag
+from planner.ops import attention_pieces
+from planner.ops.attention import Sight
+from planner.ops.attention_pieces import pieces, sent_keys, zigzag
 
 LENGTH, HEADS, KV, HEAD = 256, 4, 2, 6
 
@@ -46,7 +49,7 @@ def operands() -> list[Tensor]:
     return [2 * torch.randn(2, heads, LENGTH, size, dtype=torch.float64) for heads, size in sizes]
 
 
-def attends(kind: str, causal: bool) -> tuple[float, ...]:
+def attends(kind: str, causal: bool, window: int | None = None, softcap: float | None = None) -> tuple[float, ...]:
     """Attention on all ranks, against one: the largest error of the result and of each gradient.
 
     Asserts that nothing of the size of scores is made, and that what is saved are shards.
@@ -56,7 +59,10 @@ def attends(kind: str, causal: bool) -> tuple[float, ...]:
     ranks, rank = group.size(), group.rank()
     whole = operands()
     wholes = [t.clone().requires_grad_() for t in whole[:3]]
-    expected = scaled_dot_product_attention(*wholes, is_causal=causal, enable_gqa=True)
+    if window is None and softcap is None:
+        expected = scaled_dot_product_attention(*wholes, is_causal=causal, enable_gqa=True)
+    else:
+        expected = windowed(*wholes, is_causal=causal, enable_gqa=True, window=window, softcap=softcap)
     gradients = torch.autograd.grad(expected, wholes, whole[3])
     is_ring = kind in ("ring", "zigzag")
     mine = [t.chunk(ranks, 2)[rank] if is_ring or at in (0, 3) else t for at, t in enumerate(whole)]
@@ -64,9 +70,10 @@ def attends(kind: str, causal: bool) -> tuple[float, ...]:
     saved: list[Tensor] = []
     with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         ways = {"ring_groups": (group,) * is_ring, "zigzag_groups": (group,) * ("zigzag" in kind)}
-        out = attention(*mine[:3], is_causal=causal, enable_gqa=True, query_groups=(group,), **ways)
+        seen = {"is_causal": causal, "window": window, "softcap": softcap}
+        out = attention(*mine[:3], **seen, enable_gqa=True, query_groups=(group,), **ways)  # type: ignore[arg-type]
         found = torch.autograd.grad(out, mine[:3], mine[3])
-    assert largest.numel < LENGTH // ranks * LENGTH, "no scores, and no mask"
+    assert softcap or largest.numel < LENGTH // ranks * LENGTH, "no scores, and no mask"
     if is_ring:
         kept = {id(t): t.numel() for t in saved}
         assert sum(kept.values()) == sum(t.numel() for t in (*mine[:3], out)) + out.numel() // 10, "shards and the lse"
@@ -167,13 +174,25 @@ def test_weights_are_dropped_as_on_one_device(pool: LocalProcesses, kind: str, c
     assert not any(torch.equal(a, b) for at, a in enumerate(parts) for b in parts[:at])
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("window, softcap", [(40, None), (100, 0.5)])
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+def test_windows_and_soft_caps_equal_attention_on_one_device(
+    pool: LocalProcesses, kind: str, window: int, softcap: float | None
+) -> None:
+    """Within the keys of the rank before, or of two before."""
+    for errors in pool.run(attends, kind, True, window, softcap, ranks=4):
+        assert max(errors) < 1e-13
+
+
 def test_queries_that_finite_numbers_hide_from_all_keys_are_refused() -> None:
     mask = torch.zeros(1, 1, 8, 16)
     mask[..., 3, :] = torch.finfo(torch.float32).min
-    assert _seen(mask, 1) is not None
     with pytest.raises(InputError, match="hide by -inf or by a mask of booleans"):
-        _seen(mask, 2)
-    assert _seen(mask.masked_fill(mask < 0, -torch.inf), 2).tolist() == [True, True]
+        _check_scores_count(mask)
+    _check_scores_count(mask.masked_fill(mask < 0, -torch.inf))
+    base = _base(mask, torch.float32)
+    assert base is not None and base.flatten().tolist() == [0] * 3 + [torch.finfo(torch.float32).min] + [0] * 4
 
 
 @pytest.mark.parametrize("starts, run, firsts, keys, count", [
@@ -185,12 +204,41 @@ def test_queries_that_finite_numbers_hide_from_all_keys_are_refused() -> None:
 def test_pieces_of_a_causal_mask(starts: Sequence[int], run: int, firsts: Sequence[int], keys: int, count: int) -> None:
     """Every pair of a query and a key that it sees is in one piece, and no other; of zigzag order one kernel a step."""
     seen, number = torch.zeros(len(starts) * run, len(firsts) * keys, dtype=torch.int64), 0
-    for rows, columns, causal in pieces(starts, run, firsts, keys, True):
-        block, number = seen[rows, columns], number + 1
-        assert block.numel() and (not causal or block.shape[0] == block.shape[1])
-        block += torch.ones_like(block).tril() if causal else 1
+    for piece in pieces(starts, run, firsts, keys, Sight(True)):
+        block, number = seen[piece.queries, piece.keys], number + 1
+        assert block.numel() and (not piece.is_square or block.shape[0] == block.shape[1])
+        block += torch.ones_like(block).tril() if piece.is_square else 1
     queries, places = (
         torch.cat([torch.arange(start, start + length) for start in each])
         for each, length in ((starts, run), (firsts, keys))
     )
     assert torch.equal(seen, (queries.unsqueeze(1) >= places).long()) and number == count
+
+
+@pytest.mark.parametrize("least", [1, 4, 128])
+@pytest.mark.parametrize("window", [1, 3, 4, 9, 40])
+@pytest.mark.parametrize(
+    "starts, run, first, keys", [([0], 24, 0, 24), ([8], 8, 8, 8), ([8], 8, 3, 5), ([0, 12], 4, 0, 24)]
+)
+def test_pieces_of_a_window(
+    monkeypatch: pytest.MonkeyPatch, least: int, window: int, starts: Sequence[int], run: int, first: int, keys: int
+) -> None:
+    """Likewise, and few pairs besides."""
+    monkeypatch.setattr(attention_pieces, "LEAST", least)
+    seen, met = torch.zeros(len(starts) * run, keys, dtype=torch.int64), 0
+    for piece in pieces(starts, run, [first], keys, Sight(True, window)):
+        block = seen[piece.queries, piece.keys]
+        rows, columns = (torch.arange(size) for size in block.shape)
+        back, met = rows.unsqueeze(1) + (piece.band or 0) - columns, met + block.numel()
+        is_seen = torch.ones_like(block) if piece.band is None else ((back >= 0) & (back < window)).long()
+        block += is_seen.tril() if piece.is_square else is_seen
+    queries = torch.cat([torch.arange(start, start + run) for start in starts])
+    back = queries.unsqueeze(1) - torch.arange(first, first + keys)
+    assert torch.equal(seen, ((back >= 0) & (back < window)).long())
+    assert met <= len(queries) * min(keys, 3 * max(window, least))
+
+
+def test_of_a_window_only_the_keys_that_it_holds_are_sent() -> None:
+    assert sent_keys(4, 8, None) == [(8, 3)]
+    assert sent_keys(4, 8, 1) == [] and sent_keys(4, 8, 4) == [(3, 1)] and sent_keys(4, 8, 9) == [(8, 1)]
+    assert sent_keys(4, 8, 12) == [(8, 1), (3, 1)] and sent_keys(4, 8, 100) == [(8, 3)]

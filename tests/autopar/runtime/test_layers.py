@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.operators.attention import attention as windowed
 from autopar.runtime.layers import (
     CONTRACTED,
     LOCAL_FORMS,
@@ -36,7 +37,7 @@ from autopar.runtime.spmd.run_state import RunState
 from autopar.verification.collective_counter import is_one_message
 from planner.ir.layout import I, LocalType, P, R, Shard
 from planner.ops import OPS
-from planner.ops.sharding_rule import AxisStrategy, Rule, find, shard_factor
+from planner.ops.sharding_rule import AxisStrategy, Inner, Rule, find, shard_factor
 from tests.autopar.sharding_oracle import Call, cut, gradient_types, join, tensor_type, tensors, vjp
 
 aten = torch.ops.aten
@@ -182,13 +183,24 @@ def declared(rule: Rule, strategies: Sequence[AxisStrategy], sizes: Sequence[int
         local[strategy.factor] //= size
         ways[strategy.sharded] *= size
     return sorted(
-        (inner.kind, inner.count * inner.item_bytes * math.prod(local[f] for f in inner.factors) // divided)
+        (inner.kind, inner.count * inner.item_bytes * math.prod(local[f] for f in inner.factors) * share // divided)
         for strategy, size in zip(strategies, sizes, strict=True)
         for inner in strategy.inner
         for divided in [inner.parts * math.prod(ways[way] for way in inner.shared)]
-        for _ in range(size - 1 if inner.around else 1)
+        for share in shares_sent(rule, inner, size)
         if inner.phase == phase
     )
+
+
+def shares_sent(rule: Rule, inner: Inner, ranks: int) -> list[float]:
+    """Of what a collective moves at most, what each call does."""
+    if not inner.around:
+        return [1]
+    if inner.reach is None:
+        return [1] * (ranks - 1)
+    keys = rule.sizes[inner.factors[-1]] // ranks
+    back = [min(keys, inner.reach - step * keys) / keys for step in range(ranks - 1)]
+    return [share for share in back if share > 0]
 
 
 def assert_equal(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -347,6 +359,23 @@ def test_ring_attention(sizes: Any, factors: Any, hides: str) -> None:
 def test_attention_in_zigzag_order(sizes: Any, factors: Any) -> None:
     args = (randn(2, 4, 48, 6), randn(2, 2, 48, 6), randn(2, 2, 48, 10), None, 0.0, True)
     check_layer(aten.scaled_dot_product_attention.default, args, sizes, factors, scale=0.3, enable_gqa=True)
+
+
+@pytest.mark.parametrize("window, softcap, sizes, factors", [
+    (3, None, (4,), ("query.ring",)), (7, 0.5, (4,), ("query.ring",)), (40, 0.5, (2, 2), ("query.ring", "kv")),
+    (1, None, (2,), ("query.ring",)), (5, 0.5, (2, 2), ("query", "query")), (5, None, (4,), ("query",)),
+    (None, 0.5, (4,), ("query.zigzag_ring",)), (None, 0.5, (2, 2), ("query", "query.ring")), (5, 0.5, (2,), ("d0",)),
+])  # fmt: skip
+def test_attention_with_windows_and_soft_caps(window: Any, softcap: Any, sizes: Any, factors: Any) -> None:
+    args = (randn(2, 4, 48, 6), randn(2, 2, 48, 6), randn(2, 2, 48, 10), None, 0.0, True)
+    check_layer(windowed, args, sizes, factors, scale=0.9, enable_gqa=True, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("factor", ["query", "query.ring", "kv"])
+def test_attention_with_a_mask_and_a_soft_cap(factor: str) -> None:
+    mask = (torch.rand(2, 1, 16, 16) < 0.4) | torch.eye(16, dtype=torch.bool)
+    args = (randn(2, 4, 16, 6), randn(2, 2, 16, 6), randn(2, 2, 16, 10), mask, 0.0, False)
+    check_layer(windowed, args, (2,), (factor,), scale=0.9, enable_gqa=True, window=None, softcap=0.5)
 
 
 def test_ring_attention_sums_narrow_numbers_in_wide_ones() -> None:

@@ -40,6 +40,15 @@ def mistral() -> nn.Module:
     )
 
 
+def gemma2() -> nn.Module:
+    """Soft caps on scores, and a window in every second layer; eager, as Transformers has no other."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0}
+    config = Gemma2Config(num_hidden_layers=2, vocab_size=64, max_position_embeddings=32, **sizes, **SMALL)
+    return Gemma2ForCausalLM(config)
+
+
 def bert() -> nn.Module:
     """Which drops weights, where it is not compared with the original."""
     from transformers import BertConfig, BertForMaskedLM
@@ -95,6 +104,8 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]]
     (models.llama, padded, {"context": 2, "context_kind": "ulysses", "data": 2, "zero": 3}),
     (qwen3, text, {"context": 2, "context_kind": "ring", "data": 2, "zero": 3, "recompute": "full"}),
     (mistral, text, {"context": 4, "context_kind": "ring"}),
+    (gemma2, text, {"context": 4, "context_kind": "zigzag", "recompute": "full"}),
+    (gemma2, padded, {"context": 2, "context_kind": "ring", "tensor": 2}),
     (bert, padded, {"context": 4, "context_kind": "ring"}),
     (vit, images, {"context": 4, "context_kind": "ring"}),
     (bert, padded, {"context": 2, "context_kind": "ring", "tensor": 2, "sequence_parallel": True}),

@@ -216,7 +216,7 @@ def test_volumes(ranks: int) -> None:
             for _ in range(times)
         ]
         return (
-            sum(sends[call.kind] * size for _, call, size in inside),
+            sum(sends[call.kind] * size for _, call, size, _ in inside),
             sum(sends[call.kind] * call.bytes_in for call in beside),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.strategies import axis_ways, rule_of, rules_of
 from planner.ir.graph import Graph, Ref
 from planner.ir.layout import Axis, Mesh
-from planner.ops.attention_pieces import QueryShards
+from planner.ops.attention import Sight, sight
+from planner.ops.attention_pieces import QueryShards, pieces, zigzag
 from planner.ops.sharding_rule import shard_factor
 from planner.plan.plan import Plan
 from tests.planner.plans import Build, cluster, filtered, plan_of, unwrapped
@@ -27,7 +29,7 @@ BATCH, LENGTH, HEADS, KV, SIZE, ITEM = 2, 64, 8, 4, 16, 4
 
 def layer(heads: int = HEADS, kv: int = KV, **given: Any) -> Graph:
     """Grouped attention of three projections; ``given``: ``length``, ``keys`` (so many of another input), or
-    arguments of the operator.
+    arguments of the operator, with ``window`` ours.
     """
     b, length = Build(), given.pop("length", LENGTH)
     x, keys = b.leaf("x", BATCH, length, heads * SIZE), given.pop("keys", length)
@@ -42,8 +44,9 @@ def layer(heads: int = HEADS, kv: int = KV, **given: Any) -> Graph:
     q, k, v = projected("q", heads, x, length), projected("k", kv, y, keys), projected("v", kv, y, keys)
     mask = b.leaf("bias", 1, heads, length, length, op="param", target="bias") if given.pop("biased", False) else None
     args = {"attn_mask": mask, "dropout_p": 0.0, "is_causal": mask is None, "scale": None, "enable_gqa": True, **given}
+    op = "autopar.attention.default" if "window" in given else "scaled_dot_product_attention.default"
     out = b.call(
-        "a", "scaled_dot_product_attention.default", BATCH, heads, length, SIZE, path="attn", query=q, key=k, value=v,
+        "a", op, BATCH, heads, length, SIZE, path="attn", query=q, key=k, value=v,
         **args,
     )  # fmt: skip
     return b.mean(out)
@@ -74,6 +77,29 @@ def test_volumes(ranks: int) -> None:
     assert sent_bytes(planned("zigzag_gather", ranks), ranks) == gathered + halves
     assert sent_bytes(planned("zigzag", ranks), ranks) == 1.5 * gathered + halves + 3 * KV * each / ranks
     assert sent_bytes(planned("ulysses", ranks), ranks) == 2 * share * (2 * HEADS + 2 * KV) * each / ranks
+
+
+@pytest.mark.parametrize("window, messages", [(1, []), (6, [5]), (17, [16]), (24, [16, 7]), (64, [16, 16, 16])])
+def test_of_a_window_only_the_keys_that_are_seen_are_sent(window: int, messages: list[int]) -> None:
+    """Forward and backward, and their gradients home; of 16 keys on each of four ranks. Gathered are all."""
+    plan, each = planned("ring", window=window), BATCH * KV * 2 * SIZE * ITEM
+    sends = [(call.phase, call.bytes_in // each) for call, n in plan.predicted.collectives for _ in range(n)
+             if call.kind == "send"]  # fmt: skip
+    assert sorted(sends) == sorted([("forward", k) for k in messages] + [("backward", k) for k in messages] * 2)
+    assert sent_bytes(planned("gather", window=window), 4) == sent_bytes(planned("gather"), 4)
+    assert "ring attention" in planned("zigzag", window=window).sentence, "all ranks have as much as they are"
+
+
+@pytest.mark.parametrize("shards", [QueryShards(4), QueryShards(4, ring=4), QueryShards(4, strips=2), QueryShards()])
+def test_the_last_rank_is_the_busiest_under_a_window(shards: QueryShards) -> None:
+    length, window = 1024, 160
+    node = layer(length=length, window=window).by_name["a"]
+    found = shards.pieces(length // shards.ranks, length // shards.ring, sight(node))
+    met, of_all = (sum(min(row + 1, window) for row in rows) for rows in (
+        range(length - length // shards.ranks, length), range(length)))  # fmt: skip
+    assert met <= sum(times * n * m for (n, m, _), times in found.items()) < 2.2 * met
+    if shards.strips == 1:
+        assert math.isclose(shards.load(node), met / of_all * shards.ranks, rel_tol=0.01)
 
 
 def test_volume_of_a_hybrid() -> None:
@@ -177,7 +203,7 @@ def test_the_last_rank_is_the_busiest(shards: QueryShards) -> None:
     """
     length = 64
     queries, keys = length // shards.ranks, length // shards.ring
-    found = shards.pieces(queries, keys, causal=True)
+    found = shards.pieces(queries, keys, Sight(True))
     pairs = sum(times * (n * (n + 1) // 2 if is_causal else n * m) for (n, m, is_causal), times in found.items())
     strip, run = length // shards.strips, queries // shards.strips
     rows = [strip * (number + 1) - run + row for number in range(shards.strips) for row in range(run)]
@@ -188,16 +214,33 @@ def test_the_last_rank_is_the_busiest(shards: QueryShards) -> None:
     assert math.isclose(halves, length * queries / 2 * shards.busiest)
 
 
+@pytest.mark.parametrize("seen", [Sight(True), Sight(False), Sight(True, 5), Sight(True, 40)])
+@pytest.mark.parametrize("ring, more", [(1, 1), (4, 1), (8, 1), (4, 2)])
+@pytest.mark.parametrize("is_zigzag", [False, True])
+def test_blocks_of_keys_that_lie_alike_are_counted_together(seen: Sight, ring: int, more: int, is_zigzag: bool) -> None:
+    """What the last rank meets, block by block."""
+    shards = QueryShards(ring * more, ring=ring, is_zigzag=is_zigzag and more == 1)
+    queries, keys, length = 12, 12 * more, 12 * ring * more
+    starts, run = ([length - queries], queries)
+    firsts, columns = [[block * keys] for block in range(ring)], keys
+    if shards.is_zigzag:
+        starts, run = [*zigzag(ring - 1, ring, length)], queries // 2
+        firsts, columns = [[*zigzag(block, ring, length)] for block in range(ring)], keys // 2
+        firsts, columns = (firsts, columns) if ring > 1 else ([[0]], keys)
+    each = Counter(part.form for first in firsts for part in pieces(starts, run, first, columns, seen))
+    assert shards.pieces(queries, keys, seen) == each
+
+
 def test_pieces_are_priced_as_they_run() -> None:
     """By hand: of 1,024 places the last of 4 ranks meets its 256 with themselves, and with 768 at once or in turn."""
     spec = cluster(4)
-    assert QueryShards(4).pieces(256, 1024, True) == {(256, 256, True): 1, (256, 768, False): 1}
-    assert QueryShards(4, ring=4).pieces(256, 256, True) == {(256, 256, True): 1, (256, 256, False): 3}
-    assert QueryShards(4, ring=4).pieces(256, 256, False) == {(256, 256, False): 4}
-    assert QueryShards(4, is_zigzag=True).pieces(256, 1024, True) == {
+    assert QueryShards(4).pieces(256, 1024, Sight(True)) == {(256, 256, True): 1, (256, 768, False): 1}
+    assert QueryShards(4, ring=4).pieces(256, 256, Sight(True)) == {(256, 256, True): 1, (256, 256, False): 3}
+    assert QueryShards(4, ring=4).pieces(256, 256, Sight(False)) == {(256, 256, False): 4}
+    assert QueryShards(4, is_zigzag=True).pieces(256, 1024, Sight(True)) == {
         (128, 128, True): 2, (128, 128, False): 1, (128, 768, False): 1
     }  # fmt: skip
-    assert QueryShards(4, ring=4, is_zigzag=True).pieces(256, 256, True) == {
+    assert QueryShards(4, ring=4, is_zigzag=True).pieces(256, 256, Sight(True)) == {
         (256, 256, True): 1, (128, 256, False): 2, (256, 128, False): 1  # keys of the first rank are earlier and later
     }  # fmt: skip
     square, rest = Attention(8, 256, 256, 64, True), Attention(8, 256, 768, 64, False)
