@@ -49,7 +49,7 @@ def experts(
     sample_groups: GroupsOrMicroBatches = (),
     holding_groups: Groups = (),
     dispatch_groups: Groups = (),
-    sent: _Sent | None = None,
+    sent: _Dispatch | None = None,
 ) -> Tensor:
     """``autopar.experts`` of this rank's experts.
 
@@ -97,7 +97,7 @@ def begin_experts(
     *,
     holding_groups: Groups = (),
     dispatch_groups: Groups = (),
-) -> _Sent | None:
+) -> _Dispatch | None:
     """Send tokens to their experts, for :func:`experts` to wait for them; arguments as there.
 
     Args:
@@ -153,7 +153,7 @@ def _note(state: RunState, holding: Groups, count: int, sharing: int, tokens: Se
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Sent:
+class _Dispatch:
     """Rows on their way along the first axis.
 
     Attributes:
@@ -172,19 +172,19 @@ class _Sent:
     flight: RowsInFlight | None
 
 
-def _sent(x: Tensor, indices: Tensor, ways: _Ways, is_awaited: bool = True) -> _Sent:
+def _sent(x: Tensor, indices: Tensor, ways: _Ways, is_awaited: bool = True) -> _Dispatch:
     rows, slots, counts = for_each_rank(ways.start, x, indices, *ways.here)
     group = ways.dispatch[0]
     sent, arrived = splits(counts, group), exchange_counts(counts, group)
     received = splits(arrived, group)
     if is_awaited:
-        return _Sent(exchange_rows(rows, sent, received, group), slots, arrived, sent, received, None)
+        return _Dispatch(exchange_rows(rows, sent, received, group), slots, arrived, sent, received, None)
     rows, flight = begin_rows(rows, sent, received, group)
-    return _Sent(rows, slots, arrived, sent, received, flight)
+    return _Dispatch(rows, slots, arrived, sent, received, flight)
 
 
 def _dispatched(
-    begun: _Sent,
+    begun: _Dispatch,
     weights: Tensor,
     matrices: tuple[Tensor | None, ...],
     ways: _Ways,

@@ -59,12 +59,12 @@ class RowsInFlight:
 def begin_rows(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) -> tuple[Tensor, RowsInFlight]:
     """As :func:`exchange_rows`, for :func:`end_rows` to wait for; nothing else may read what this returns."""
     flight = RowsInFlight(sent, received, group)
-    return _Begin.apply(rows, flight), flight
+    return _BeginRows.apply(rows, flight), flight
 
 
 def end_rows(rows: Tensor, flight: RowsInFlight) -> Tensor:
     """The rows that :func:`begin_rows` sent, once they are there."""
-    return _End.apply(rows, flight)
+    return _EndRows.apply(rows, flight)
 
 
 def splits(counts: Tensor, group: ProcessGroup) -> Splits:
@@ -108,7 +108,7 @@ def wait(tensor: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor.default(tensor)
 
 
-class _Begin(torch.autograd.Function):
+class _BeginRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, flight: RowsInFlight) -> Tensor:
         ctx.flight = flight
@@ -119,7 +119,7 @@ class _Begin(torch.autograd.Function):
         return ctx.flight.wait(), None
 
 
-class _End(torch.autograd.Function):
+class _EndRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, flight: RowsInFlight) -> Tensor:
         ctx.flight = flight
