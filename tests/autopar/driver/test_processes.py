@@ -113,7 +113,7 @@ def test_trains_micro_batched(pool: LocalProcesses, model: str, pin: dict[str, A
 @pytest.mark.parametrize("name, pin, ranks, recompute", [
     ("crowded", {"expert": 2}, 2, "none"),
     ("crowded", {"data": 2, "tensor": 2, "layers": {"*.experts": {"tensor": "e"}}}, 4, "full"),
-    ("mixtral", {"data": 2, "zero": 3}, 2, "none"),
+    ("mixtral", {"data": 2, "tensor": 2, "zero": 3, "layers": {"*.experts": {"tensor": "f"}}}, 4, "none"),
 ], ids=name_of)  # fmt: skip
 def test_a_prediction_is_right_once_the_load_of_experts_is_known(
     pool: LocalProcesses, name: str, pin: dict[str, Any], ranks: int, recompute: str
@@ -126,6 +126,7 @@ def test_a_prediction_is_right_once_the_load_of_experts_is_known(
     load = pool.run(workers.peak_of_a_step, name, before, ranks=ranks)[0][1]
     if name == "crowded":
         assert load.imbalances == (2, 2) and [sorted(call) for call in load.tokens] == [[0, 0, 128, 128]] * 4
+    assert {sum(call) for call in load.tokens} == {256}, "each token is counted once for each of its experts"
     cluster = workers.cluster_of(4).model_copy(update={"expert_imbalance": load.imbalances})
     document = workers.plan_of(name, {"expert": 4, **others}, 4, dtype=torch.float32, cluster=cluster)
     found = pool.run(workers.peak_of_a_step, name, document, ranks=4)
