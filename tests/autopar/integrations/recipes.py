@@ -301,6 +301,7 @@ def refused(folder: str) -> dict[str, str]:
 def under_autocast(folder: str) -> list[float]:
     """A loss with Accelerate's mixed precision, before that is on, and under torch's own autocast."""
     import torch
+    from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     import autopar
@@ -311,6 +312,8 @@ def under_autocast(folder: str) -> list[float]:
     plain = pmodel(**pmodel.shard(batch)).loss.item()
     with torch.autocast("cpu", torch.bfloat16):
         expected = pmodel(**pmodel.shard(batch)).loss.item()
+    loader = pmodel.dataloader(samples(8, 1))
+    assert Accelerator().prepare(loader) is loader  # and not shared out once more
     AcceleratorState._reset_state()  # which processes keep from one accelerator to the next
     prepared = ParallelAccelerator(mixed_precision="bf16").prepare(pmodel)
     return [prepared(**pmodel.shard(batch)).loss.item(), plain, expected]
