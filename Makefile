@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing torch into $(VENV) (1/2)"
 	@$(PIP) $$(grep '^torch==' constraints.txt)
 	@echo "Installing autopar and what it needs (2/2)"
-	@$(PIP) --constraint constraints.txt --editable '.[hf,notebook,test,dev]'
+	@$(PIP) --constraint constraints.txt --editable '.[hf,notebook,integrations,test,dev]'
 	@$(BIN)/python -m compileall -qq -j 0 -x '/(models|testing|tests)/' $(VENV)/lib || true
 	@touch $@
 

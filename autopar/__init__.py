@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
     from autopar.driver.further import plan_inputs
+    from autopar.driver.lint import lint
     from autopar.driver.parallelize import parallelize
     from autopar.driver.plan import evaluate, plan
     from autopar.functions.register import register
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         AutoparError,
         CaptureError,
         ClusterError,
+        ConfigError,
         InfeasibleError,
         InputError,
         PinError,
@@ -42,6 +44,7 @@ _LAZY = {
     "CaptureError": "planner.base.errors",
     "ClusterError": "planner.base.errors",
     "ClusterSpec": "planner.cost.cluster",
+    "ConfigError": "planner.base.errors",
     "EmbeddingTable": "planner.tables.embedding_table",
     "InfeasibleError": "planner.base.errors",
     "InputError": "planner.base.errors",
@@ -53,6 +56,7 @@ _LAZY = {
     "evaluate": "autopar.driver.plan",
     "experts": "autopar.operators.experts",
     "export_safetensors": "autopar.checkpoint.export",
+    "lint": "autopar.driver.lint",
     "load_checkpoint": "autopar.checkpoint.load",
     "parallelize": "autopar.driver.parallelize",
     "place_tables": "planner.tables.place_tables",
@@ -70,6 +74,7 @@ __all__ = [
     "CaptureError",
     "ClusterError",
     "ClusterSpec",
+    "ConfigError",
     "EmbeddingTable",
     "InfeasibleError",
     "InputError",
@@ -81,6 +86,7 @@ __all__ = [
     "evaluate",
     "experts",
     "export_safetensors",
+    "lint",
     "load_checkpoint",
     "parallelize",
     "place_tables",

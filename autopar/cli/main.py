@@ -258,7 +258,7 @@ def export_plan(
     plan: PlanFile,
     to: Annotated[
         str,
-        typer.Option(metavar="FORMAT", help="hf, accelerate, torchtitan, megatron or deepspeed."),
+        typer.Option(metavar="FORMAT", help="fsdp2, hf, accelerate, torchtitan, megatron or deepspeed."),
     ],
     model: Annotated[
         str | None,
@@ -300,6 +300,68 @@ def export_plan(
         exported.save(out)
         typer.echo(f"written: {out}", err=True)
     typer.echo(exported.report, err=out is None)
+
+
+@app.command()
+def lint(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A configuration of Megatron-LM, torchtitan, DeepSpeed and so on.")
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="The model that it is for: [bold]module:function[/], [bold]file.py:function[/], or a Transformers "
+            "config.json.",
+        ),
+    ],
+    cluster: ClusterOption,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="fsdp2, hf, accelerate, torchtitan, megatron or deepspeed.",
+            show_default="found out",
+        ),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help=BATCH, show_default="the configuration's; 8")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help=SEQUENCE, show_default="the configuration's; 512")] = None,
+    inputs: Inputs = None,
+    dtype: DType = None,
+    optimizer_bytes: Annotated[
+        int, typer.Option(min=0, help="Optimizer state per parameter element: Adam's; 12 with masters in float32.")
+    ] = 8,
+    time_limit: Annotated[float, typer.Option(min=0, help="Seconds of planning; 0: none is made.")] = 20.0,
+) -> None:
+    """Say whether a configuration of another tool runs, fits, what it costs, and what to change first."""
+    with _status("reading the configuration") as say:
+        from autopar.cli import arguments
+        from planner.interchange.formats import stated_sizes
+
+        where = arguments.read_cluster(cluster)
+        cast = None if dtype is None else arguments.read_dtype(dtype)
+        name, forms = arguments.read_model(model, cast), arguments.read_inputs(inputs or ())
+
+        from autopar.cli import model_loading
+        from autopar.driver.lint import lint, read_config
+
+        sizes = stated_sizes(read_config(config), format, where.world_size, (8, 512))
+        loaded = model_loading.load(name, batch, seq, forms, sizes, dtype=cast)
+        found = lint(
+            config,
+            loaded.model,
+            where,
+            example_kwargs=loaded.inputs,
+            format=format,
+            optimizer_bytes_per_element=optimizer_bytes,
+            time_limit_s=time_limit,
+            progress=say,
+        )
+    typer.echo(str(found))
+    if not found.runs:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -8,14 +8,16 @@ from typing import Any
 import yaml
 
 from planner.base.errors import ConfigError
-from planner.interchange.format import Format, Limit, check_known, parse_yaml, take
+from planner.interchange.format import Format, Limit, check_known, degree, parse_yaml, take
 from planner.interchange.limits import (
     into_data,
     micro_batches_elsewhere,
+    model_dtype,
     no_disk,
     no_experts,
     no_pipeline,
     nothing_gathered_again,
+    own_products,
     together,
     whole_layers,
 )
@@ -81,7 +83,7 @@ def read(text: str) -> Parallelism:
     if kind not in ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO"):
         way = "lint its deepspeed_config as --format deepspeed" if kind == "DEEPSPEED" else "give FSDP or MULTI_GPU"
         raise ConfigError(f"'distributed_type' is {kind!r}; FSDP, MULTI_GPU, MULTI_CPU and NO are known here: {way}")
-    devices = take(config, "num_processes", int, 1)
+    devices = degree(config, "num_processes")
     precision = take(config, "mixed_precision", str, "no")
     dtypes = {name: dtype for dtype, name in PRECISION.items()}
     if precision not in dtypes:
@@ -97,17 +99,16 @@ def read(text: str) -> Parallelism:
     check_known(sizes, PARALLELISM, "'parallelism_config'")
     if take(fsdp, "fsdp_version", int, 1) != 2:
         raise ConfigError(f"'fsdp_version' is {fsdp.get('fsdp_version', 1)}; 'parallelism_config' and this need 2")
-    if take(sizes, f"{PREFIX}sp_size", int, 1) > 1:
+    if degree(sizes, f"{PREFIX}sp_size") > 1:
         raise ConfigError(f"'{PREFIX}sp_size' is Ulysses of DeepSpeed, and goes with DEEPSPEED alone: give cp_size")
-    degrees = {ours: take(sizes, PREFIX + name, int, 1) for name, ours in SIZES.items()} if sizes else {"data": devices}
+    degrees = {ours: degree(sizes, PREFIX + name) for name, ours in SIZES.items()} if sizes else {"data": devices}
     strategy = take(sizes, f"{PREFIX}cp_comm_strategy", str, "allgather")
     if strategy not in STRATEGIES:
         raise ConfigError(f"'{PREFIX}cp_comm_strategy' is {strategy!r}; it is one of {', '.join(STRATEGIES)}")
     recomputes = take(fsdp, "fsdp_activation_checkpointing", bool, False)
     return checked(
         replace(
-            found,
-            **degrees,
+            replace(found, **degrees),  # type: ignore[arg-type]
             zero=3 if take(fsdp, "fsdp_reshard_after_forward", bool, True) else 2,
             context_kind=STRATEGIES[strategy] if degrees.get("context", 1) > 1 else "",
             recompute="full" if recomputes else "none",
@@ -117,13 +118,14 @@ def read(text: str) -> Parallelism:
 
 
 LIMITS = (
+    model_dtype(),
     no_pipeline(TOOL),
     no_experts(TOOL),
+    own_products("the model's own tp_plan, with which it is loaded"),
     Limit(
-        "tensor parallelism is what the model's own tp_plan says, without the sequence: load the model with "
-        'tp_plan="auto"',
-        lambda d: d.tensor > 1 and (d.sequence_parallel or bool(d.deviating)),
-        lambda d: replace(d, sequence_parallel=False, products={}),
+        "tensor parallelism keeps norms and residuals whole",
+        lambda d: d.sequence_parallel,
+        lambda d: replace(d, sequence_parallel=False),
     ),
     Limit(
         "context parallelism keeps a zigzag order, and gathers keys or sends them around",
@@ -139,7 +141,7 @@ LIMITS = (
     Limit(
         "FSDP2 needs data-parallel or context-parallel ranks to shard over: tensor parallelism alone is no "
         "configuration of it",
-        lambda d: d.data * d.context == 1 and d.tensor > 1,
+        lambda d: d.replicate * d.data * d.context == 1 and d.tensor > 1,
         lambda d: into_data(d, tensor=1, products={}),
         refused=True,
     ),
@@ -174,4 +176,5 @@ FORMAT = Format(
     },
     LIMITS,
     "accelerate launch --config_file FILE train.py",
+    ("distributed_type",),
 )

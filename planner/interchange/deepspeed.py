@@ -8,8 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from planner.base.errors import ConfigError
-from planner.interchange.format import Format, Limit, check_known, parse_json, take
-from planner.interchange.limits import into_data, no_pipeline, nothing_gathered_again, recompute_elsewhere, whole_layers
+from planner.interchange.format import Format, Limit, check_known, degree, parse_json, take
+from planner.interchange.limits import (
+    into_data,
+    model_dtype,
+    no_pipeline,
+    nothing_gathered_again,
+    recompute_elsewhere,
+    whole_layers,
+)
 from planner.interchange.parallelism import REST, Parallelism, checked
 
 TOOL = "DeepSpeed"
@@ -65,7 +72,8 @@ def write(d: Parallelism) -> str:
     """The parallel part of a configuration: optimizer and scheduler are the user's."""
     config: dict[str, Any] = {}
     if d.batch is not None:
-        config["train_batch_size"] = d.batch
+        if d.tensor == 1:  # beside tensor parallelism it is counted as if every rank had samples of its own
+            config["train_batch_size"] = d.batch
         config["train_micro_batch_size_per_gpu"] = d.batch // (d.batch_ranks * d.micro_batches)
     config["gradient_accumulation_steps"] = d.micro_batches
     config["zero_optimization"] = {"stage": d.zero}
@@ -117,26 +125,29 @@ def read(text: str) -> Parallelism:
     if len(precise) > 1:
         raise ConfigError("'bf16' and 'fp16' are both enabled: enable one of them")
     batch, micro = (take(config, name, int, None) for name in ("train_batch_size", "train_micro_batch_size_per_gpu"))
-    micro_batches = take(config, "gradient_accumulation_steps", int, 1)
+    micro_batches = degree(config, "gradient_accumulation_steps")
     if batch is None and micro is None:
         raise ConfigError("it has neither 'train_batch_size' nor 'train_micro_batch_size_per_gpu': give one of them")
-    data = REST
+    data, size = REST, take(tensor, "autotp_size", int, 0) or 1
     if batch is not None and micro is not None and "gradient_accumulation_steps" in config:
-        data, rest = divmod(batch, max(micro * micro_batches, 1))
+        each = max(micro * micro_batches * size, 1)
+        data, rest = divmod(batch, each)
         if rest or not data:
             raise ConfigError(
-                f"'train_batch_size' {batch} is no multiple of 'train_micro_batch_size_per_gpu' {micro} x "
-                f"'gradient_accumulation_steps' {micro_batches}: give {micro * micro_batches * (data + 1)}"
+                f"'train_batch_size' {batch} is no multiple of {each}, 'train_micro_batch_size_per_gpu' {micro} x "
+                f"'gradient_accumulation_steps' {micro_batches}{f' x autotp_size {size}' * (size > 1)}: give "
+                f"{each * (data + 1)}"
             )
-    size = take(tensor, "autotp_size", int, 0) or 1
+    if size > 1 and micro is not None:
+        batch = None  # counted as if every rank had samples of its own
     return checked(
         Parallelism(
             data=data,
             zero=stage,
             tensor=size,
-            context=take(config, "sequence_parallel_size", int, 1),
-            context_kind="ulysses" if take(config, "sequence_parallel_size", int, 1) > 1 else "",
-            expert=take(expert, "autoep_size", int, 1) if take(expert, "enabled", bool, False) else 1,
+            context=degree(config, "sequence_parallel_size"),
+            context_kind="ulysses" if degree(config, "sequence_parallel_size") > 1 else "",
+            expert=degree(expert, "autoep_size") if take(expert, "enabled", bool, False) else 1,
             expert_tensor=take(expert, "expert_tensor_parallel_size", int, int(size > 1)) if expert else 0,
             micro_batches=micro_batches if micro is None or batch is None or data else REST,
             micro_batch=micro,
@@ -173,7 +184,13 @@ def _products(partition: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def _said(d: Parallelism) -> dict[str, str]:
+    """The layers of which it can be said how they are sharded: what a last layer makes is not gathered for the loss."""
+    return {path: kind for path, kind in d.products.items() if kind in KINDS and "*" in path}
+
+
 LIMITS = (
+    model_dtype(),
     no_pipeline(TOOL),
     Limit(
         "ZeRO shards over all data-parallel ranks, without copies",
@@ -186,9 +203,9 @@ LIMITS = (
         lambda d: replace(d, sequence_parallel=False),
     ),
     Limit(
-        "it shards linear layers by columns or rows, and no look-ups",
-        lambda d: any(kind not in KINDS for kind in d.products.values()),
-        lambda d: replace(d, products={path: kind for path, kind in d.products.items() if kind in KINDS}),
+        "columns and rows of linear layers can be said; look-ups are whole, and the last layer is DeepSpeed's to shard",
+        lambda d: bool(d.products.keys() - _said(d)),
+        lambda d: replace(d, products=_said(d)),
     ),
     Limit(
         "sequences are shared by Ulysses",
@@ -247,4 +264,5 @@ FORMAT = Format(
     },
     LIMITS,
     "deepspeed.initialize(model=model, config=FILE, ...)",
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"),
 )

@@ -46,6 +46,8 @@ class Format:
         fields: field of a description -> how the format calls it.
         limits: in the order in which they are looked at.
         note: how the text is used, in a line.
+        even_stages: stages have equally many layers, unless they are said one by one.
+        marks: words of which a text of this format has one, and no other format's has.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Format:
     fields: Mapping[str, str]
     limits: tuple[Limit, ...]
     note: str
+    marks: tuple[str, ...]
+    even_stages: bool = False
 
     def round(self, description: Parallelism) -> tuple[Parallelism, list[Loss]]:
         """The nearest description that the format can say, and what is lost on the way."""
@@ -93,6 +97,14 @@ def take(data: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     if value is not default and is_wrong:
         wanted = {int: "a whole number", bool: "true or false", str: "text", dict: "a mapping"}.get(kind, kind.__name__)
         raise ConfigError(f"{name!r} is {value!r}; it takes {wanted}")
+    return value
+
+
+def degree(data: Mapping[str, Any], name: str, default: int = 1) -> int:
+    """A field that counts ranks or samples; raises :class:`ConfigError` unless it is a whole number from 1."""
+    value: int = take(data, name, int, default)
+    if value < 1 and value is not default:
+        raise ConfigError(f"{name!r} is {value}; it is a whole number from 1")
     return value
 
 

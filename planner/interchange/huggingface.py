@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.base.errors import ConfigError
-from planner.interchange.format import Format, Limit, check_known, parse_json, take
+from planner.interchange.format import Format, Limit, check_known, degree, parse_json, take
 from planner.interchange.limits import (
     into_data,
     micro_batches_elsewhere,
@@ -79,8 +79,8 @@ def read(text: str) -> Parallelism:
     implementation = take(config, "ep_implementation", str, "auto")
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"'ep_implementation' is {implementation!r}; it is one of {', '.join(IMPLEMENTATIONS)}")
-    sizes = {name: take(config, name, int, 1) for name in ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")}
-    expert, tensor = take(config, "ep_size", int, 1), sizes["tp_size"]
+    sizes = {name: degree(config, name) for name in ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")}
+    expert, tensor = degree(config, "ep_size"), sizes["tp_size"]
     if implementation == "all_reduce" and expert != tensor:
         raise ConfigError(f"'ep_implementation' all_reduce needs 'ep_size' = 'tp_size'; they are {expert} and {tensor}")
     kinds = {style: kind for kind, style in STYLES.items()} | {
@@ -150,12 +150,6 @@ LIMITS = (
         refused=True,
     ),
     Limit(
-        "ranks that share experts divide data-parallel times tensor-parallel ones",
-        lambda d: d.expert > 1 and d.data * d.tensor % d.expert > 0,
-        lambda d: replace(d, expert=d.data * d.tensor),
-        refused=True,
-    ),
-    Limit(
         "experts are shared whole",
         lambda d: d.expert > 1 and d.tensor > 1 and d.expert_tensor != 1,
         lambda d: replace(d, expert=min(d.expert * d.tensor, d.data * d.tensor), expert_tensor=1),
@@ -200,4 +194,5 @@ FORMAT = Format(
     },
     LIMITS,
     "from_pretrained(..., distributed_config=DistributedConfig.from_dict(json.load(open(FILE))))",
+    ("tp_size", "fsdp_size", "pp_size", "ep_size", "tp_plan", "dp_replicate_size"),
 )

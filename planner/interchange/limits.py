@@ -102,3 +102,12 @@ def micro_batches_elsewhere(where: str) -> Limit:
         lambda d: d.micro_batches > 1 and d.pipeline == 1,
         about="micro_batches",
     )
+
+
+def model_dtype() -> Limit:
+    """What is no mixed precision is the dtype of the model."""
+    return Limit(
+        "products are in the model's own dtype, unless in half precision",
+        lambda d: d.dtype not in ("float32", "bfloat16", "float16"),
+        lambda d: replace(d, dtype="float32"),
+    )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.base.errors import ConfigError
-from planner.base.units import nearest
 from planner.interchange.format import Format, Limit
-from planner.interchange.limits import own_products
+from planner.interchange.limits import (
+    model_dtype,
+    own_products,
+)
 from planner.interchange.parallelism import REST, Parallelism, Recomputation, checked
 
 TOOL = "Megatron-LM"
@@ -42,23 +45,16 @@ FLAGS = (
         "--no-gradient-accumulation-fusion",
     ),
     *("--recompute-activations", "--use-precision-aware-optimizer"),
+    *("--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward"),
 )
-MODEL = (
-    *("--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups", "--num-experts"),
-    *("--moe-router-topk", "--max-position-embeddings", "--train-iters", "--lr", "--vocab-size", "--kv-channels"),
-    *("--moe-ffn-hidden-size", "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--normalization"),
-    *("--position-embedding-type", "--tokenizer-type", "--tokenizer-model", "--data-path", "--save", "--load"),
-    *("--min-lr", "--weight-decay", "--clip-grad", "--rotary-base", "--lr-decay-style", "--lr-warmup-iters"),
-    *("--attention-dropout", "--hidden-dropout", "--init-method-std", "--log-interval", "--save-interval"),
-    *("--eval-interval", "--eval-iters", "--seed", "--split", "--adam-beta1", "--adam-beta2", "--attention-backend"),
+UNREAD = (
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--hierarchical-context-parallel-sizes",
 )
-"""Arguments with a value that say nothing of how a step is divided."""
-MODEL_FLAGS = (
-    *("--group-query-attention", "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
-    *("--use-mcore-models", "--moe-grouped-gemm", "--mock-data", "--use-flash-attn", "--qk-layernorm"),
-    *("--no-masked-softmax-fusion", "--no-position-embedding", "--use-rotary-position-embeddings", "--log-throughput"),
-    *("--tp-comm-overlap", "--moe-permute-fusion", "--cross-entropy-loss-fusion", "--use-checkpoint-args"),
-)
+"""Arguments that say the stages in a way that is not read here."""
+LIKE = 0.85
+"""An argument that is so like one of these is taken for a slip of the pen; all others are of the model or training."""
 KINDS = {"gather": "all_gather", "zigzag": "p2p", "ulysses": "a2a"}
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 SELECTIVE = ("layernorm",)
@@ -143,6 +139,13 @@ def read(text: str) -> Parallelism:
         raise ConfigError(f"--data-parallel-sharding-strategy is {strategy!r}; it is one of {', '.join(zeros)}")
     if zeros[strategy] and "--use-megatron-fsdp" not in given:
         raise ConfigError(f"--data-parallel-sharding-strategy {strategy} needs --use-megatron-fsdp: give it")
+    zero = max(zeros[strategy], int("--use-distributed-optimizer" in given))
+    if "--use-torch-fsdp2" in given:
+        zero = 2 if "--torch-fsdp2-no-reshard-after-forward" in given else 3
+        sizes_beside = [name for name in ("pipeline", "expert") if sizes.get(name, 1) > 1]
+        if sizes_beside or "--use-distributed-optimizer" in given:
+            what = f"{sizes_beside[0]} parallelism" if sizes_beside else "--use-distributed-optimizer"
+            raise ConfigError(f"--use-torch-fsdp2 does not go with {what}: use --use-megatron-fsdp")
     kinds = {name: kind for kind, name in KINDS.items()}
     kind = given.get("--cp-comm-type", ["p2p"])[0]
     if kind not in kinds:
@@ -154,7 +157,7 @@ def read(text: str) -> Parallelism:
         replace(
             found,
             data=REST,
-            zero=max(zeros[strategy], int("--use-distributed-optimizer" in given)),
+            zero=zero,
             sequence_parallel="--sequence-parallel" in given,
             context_kind=kinds[kind] if found.context > 1 else "",
             schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
@@ -179,25 +182,27 @@ def _arguments(text: str) -> Iterator[tuple[str, list[str]]]:
     words = [word for word in words if word != ")" and not re.fullmatch(r"\w+=\(", word)]
     if not any(word.startswith("--") for word in words):
         raise ConfigError("there is no argument in it: Megatron-LM's look like --tensor-model-parallel-size 2")
-    known = (*SIZES, *NUMBERS, *WORDS, *FLAGS, *MODEL, *MODEL_FLAGS)
+    known = (*SIZES, *NUMBERS, *WORDS, *FLAGS)
     at = next(i for i, word in enumerate(words) if word.startswith("--"))
-    values: list[str] = []
+    name, values = "", []
     for word in words[at:]:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            if name not in known:
-                raise ConfigError(f"{TOOL} has no argument {name!r} that is known here; {nearest(name, known)}")
+            if name in UNREAD:
+                raise ConfigError(f"{name} is not read here: say the stages with --pipeline-model-parallel-layout")
+            if name not in known and (near := difflib.get_close_matches(name, known, 1, LIKE)):
+                raise ConfigError(f"{TOOL} has no argument {name!r}; did you mean {near[0]!r}?")
             values = [value] if equals else []
             yield name, values
-        elif "$" in word:
+        elif "$" in word and name in known:
             raise ConfigError(f"{word!r} is a variable of the shell: write its value")
         else:
             values.append(word)
 
 
 def _number(name: str, values: list[str]) -> int:
-    if len(values) != 1 or not values[0].isdigit():
-        raise ConfigError(f"{name} is {' '.join(values) or 'empty'}; it takes a whole number")
+    if len(values) != 1 or not values[0].isdigit() or int(values[0]) < 1:
+        raise ConfigError(f"{name} is {' '.join(values) or 'empty'}; it takes a whole number from 1")
     return int(values[0])
 
 
@@ -253,6 +258,7 @@ def _recompute(given: dict[str, list[str]], numbers: dict[str, int], pipeline: i
 
 
 LIMITS = (
+    model_dtype(),
     own_products(TOOL),
     Limit(
         "gradients are summed once a step in either stage, and stage 1 needs no Megatron-FSDP",
@@ -333,4 +339,6 @@ FORMAT = Format(
     },
     LIMITS,
     'source FILE; torchrun ... pretrain_gpt.py "${PARALLEL_ARGS[@]}" ...',
+    ("--",),
+    even_stages=True,
 )

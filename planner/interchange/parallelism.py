@@ -196,6 +196,8 @@ def resolved(d: Parallelism, devices: int, batch: int | None) -> Parallelism:
     if d.batch is None and d.micro_batch is not None:
         d = replace(d, batch=d.micro_batch * d.batch_ranks * (d.micro_batches or 1))
     d = replace(d, batch=batch if d.batch is None else d.batch)
+    if d.micro_batches == REST and d.size != devices:
+        return replace(d, micro_batches=1)
     if d.micro_batches == REST:
         each = d.batch_ranks * (d.micro_batch or 1)
         count, rest = divmod(d.batch or each, each)

@@ -8,8 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from planner.base.errors import ConfigError
-from planner.interchange.format import Format, Limit, check_known, take
-from planner.interchange.limits import nothing_gathered_again, own_products, together
+from planner.interchange.format import Format, Limit, check_known, degree, take
+from planner.interchange.limits import (
+    model_dtype,
+    nothing_gathered_again,
+    own_products,
+    together,
+)
 from planner.interchange.parallelism import REST, Parallelism, Recomputation, checked
 
 TOOL = "torchtitan"
@@ -139,11 +144,12 @@ def read(text: str) -> Parallelism:
             parallel[leaf] = value
         else:
             training[leaf] = value
-    if not parallel:
+    calls = (_last(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+    if not parallel and "ParallelismConfig" not in calls:
         raise ConfigError("it sets nothing of ParallelismConfig: a torchtitan configuration has one")
     check_known(parallel, PARALLELISM, "ParallelismConfig")
     check_known(training, TRAINING, "TrainingConfig")
-    sizes = {ours: take(parallel, name, int, 1) for name, ours in SIZES.items() if ours != "data"}
+    sizes = {ours: degree(parallel, name) for name, ours in SIZES.items() if ours != "data"}
     data = take(parallel, "data_parallel_shard_degree", int, -1)
     reshard = take(parallel, "fsdp_reshard_after_forward", str, "default")
     if reshard not in ("default", *RESHARD.values()):
@@ -155,8 +161,8 @@ def read(text: str) -> Parallelism:
             f"'pipeline_parallel_schedule' is {schedule!r}; it is one of {', '.join((*SCHEDULES.values(), *OTHERS))}"
         )
     ours, pipeline = named.get(schedule.lower(), "gpipe"), sizes["pipeline"]
-    local = take(training, "local_batch_size", int, 8)
-    micro = take(parallel, "pipeline_parallel_microbatch_size", int, 1) if pipeline > 1 else local
+    local = degree(training, "local_batch_size", 8)
+    micro = degree(parallel, "pipeline_parallel_microbatch_size") if pipeline > 1 else local
     if micro < 1 or local % micro:
         raise ConfigError(f"'local_batch_size' {local} does not divide by 'pipeline_parallel_microbatch_size' {micro}")
     batch = take(training, "global_batch_size", int, -1)
@@ -166,9 +172,9 @@ def read(text: str) -> Parallelism:
         zero = 2 if reshard == "never" or (reshard == "default" and pipeline > 1) else 3
     if data == 1:
         sizes |= {"replicate": 1}
-    found = Parallelism(
-        **sizes,
-        data=take(parallel, "data_parallel_replicate_degree", int, 1) if data == 1 else max(data, REST),
+    found = replace(
+        Parallelism(**sizes),  # type: ignore[arg-type]
+        data=degree(parallel, "data_parallel_replicate_degree") if data == 1 else max(data, REST),
         zero=zero,
         sequence_parallel=take(parallel, "enable_sequence_parallel", bool, True) and sizes["tensor"] > 1,
         context_kind=("zigzag_gather" if parallel.get("context_parallel_load_balancer", "headtail") else "gather")
@@ -249,6 +255,7 @@ def _stage_layers(parts: Any) -> tuple[int, ...]:
 
 
 LIMITS = (
+    model_dtype(),
     own_products(TOOL),
     Limit(
         "schedules have one version of weights",
@@ -282,12 +289,6 @@ LIMITS = (
         lambda d: d.offload == "disk" or (d.offload != "none" and d.zero == 0),
         lambda d: replace(d, offload="host", zero=d.zero or 2),
     ),
-    Limit(
-        "ranks that share experts divide those of a stage that share all else",
-        lambda d: d.expert > 1 and (d.data * d.context * d.tensor) % d.expert > 0,
-        lambda d: replace(d, expert=d.data * d.context * d.tensor),
-        refused=True,
-    ),
 )
 FORMAT = Format(
     "torchtitan",
@@ -309,4 +310,5 @@ FORMAT = Format(
     },
     LIMITS,
     "call parallelized() on a configuration of torchtitan's registry, in a function of your own module",
+    ("ParallelismConfig", "config.parallelism"),
 )

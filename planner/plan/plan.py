@@ -239,7 +239,7 @@ class Plan(Document):
         """This plan as a configuration of another tool, what of it that does not say, and what the difference costs.
 
         Args:
-            to: ``hf``, ``accelerate``, ``torchtitan``, ``megatron`` or ``deepspeed``.
+            to: ``fsdp2``, ``hf``, ``accelerate``, ``torchtitan``, ``megatron`` or ``deepspeed``.
             time_limit_s: of the search for what the configuration takes, where it is not what the plan takes.
 
         Raises:

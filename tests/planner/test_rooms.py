@@ -39,6 +39,7 @@ ROOMS = {
         "driver",
         "verification",
         "measure",
+        "integrations",
         "cli",
     ],
     "autopar.runtime": ["host", "spmd", "data", "layers", "autograd", "optim", "offload", "pipeline"],

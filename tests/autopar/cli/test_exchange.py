@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import Result
 from typer.testing import CliRunner
 
 from autopar.cli.main import app
@@ -52,3 +53,35 @@ def test_an_unknown_format_is_refused_before_the_plan_is_read(tmp_path: Path) ->
     result = RUN.invoke(app, ["export", str(tmp_path / "none.json"), "--to", "megatrn"])
     assert result.exit_code == 2
     assert "there is no format 'megatrn'; did you mean 'megatron'?" in result.stderr
+
+
+# ---- lint ------------------------------------------------------------------------------------------------------------
+
+GOOD = '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 3}}'
+
+
+def linted(config: Path, text: str, folder: Path, *words: str) -> Result:
+    path = folder / "other.cfg"
+    path.write_text(text)
+    return RUN.invoke(app, ["lint", str(path), "--model", str(config), "--cluster", "local:4", "--seq", "16", *words])
+
+
+def test_a_configuration_that_runs_is_priced_beside_the_best_and_a_change(config: Path, tmp_path: Path) -> None:
+    result = linted(config, GOOD, tmp_path, "--time-limit", "3")
+    assert result.exit_code == 0, result.output
+    assert "for DeepSpeed 0.19.8: runs" in result.stdout
+    for word in ("fits: ", "takes: ", "best: ", "change: "):
+        assert word in result.stdout
+
+
+def test_what_does_not_run_exits_with_1_and_says_what_to_change(config: Path, tmp_path: Path) -> None:
+    result = linted(config, '{"tp_size": 4, "fsdp_size": 1}', tmp_path, "--time-limit", "0")
+    assert result.exit_code == 1
+    assert "does not run, for 1 reason" in result.stdout
+    assert "attention has 2 heads of keys and values, which 4 ranks do not divide: set tp_size to 2" in result.stdout
+
+
+def test_a_configuration_that_is_not_there_is_one_message(config: Path) -> None:
+    result = RUN.invoke(app, ["lint", "none.json", "--model", str(config), "--cluster", "local:4"])
+    assert result.exit_code == 2
+    assert "cannot read the configuration 'none.json'" in result.stderr

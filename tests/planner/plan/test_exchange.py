@@ -18,8 +18,9 @@ from tests.planner.plans import GOLDEN, check_golden, plan_of, residual_mlp
 
 PLANS = ("dense", "pipelined", "sequence", "sparse")
 ELSEWHERE = {
+    "fsdp2": {"dtype"},
     "hf": {"dtype", "micro_batches", "recompute"},
-    "accelerate": {"micro_batches"},
+    "accelerate": {"micro_batches", "products"},
     "torchtitan": {"products"},
     "megatron": {"products"},
     "deepspeed": {"recompute"},

@@ -1,0 +1,144 @@
+"""An ``Accelerator`` whose processes hold one parallel module together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DataLoaderConfiguration
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+
+from autopar.checkpoint.load import load_checkpoint
+from autopar.checkpoint.save import save_checkpoint
+from autopar.runtime.data.loader import DistributedDataLoader
+from autopar.runtime.module import ParallelModule
+from planner.base.errors import InputError
+
+FOLDER = "autopar"
+"""Of a saved state: the checkpoint of the module and its optimizer, beside what Accelerate saves itself."""
+
+
+class ParallelAccelerator(Accelerator):
+    """An ``accelerate.Accelerator`` for what :func:`autopar.parallelize` returns; ``prepare`` takes it as it is.
+
+    Accelerate's own wraps no such module, but shares every batch out among processes, lets a scheduler step once for
+    each of them, and saves the part of the first as if it were the whole. Here
+
+    * loaders yield whole global batches on every process, of which ``pmodel.shard(batch)`` takes the part;
+    * a scheduler steps once a step;
+    * ``gather`` and ``gather_for_metrics`` return whole values, which every process has already;
+    * ``save_state`` and ``load_state`` keep the module and its optimizer in an autopar checkpoint, for any plan, and
+      ``get_state_dict`` and ``save_model`` give the original's weights, whole; every process must call them.
+
+    Args:
+        options: of ``Accelerator``.
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
+    def __init__(self, **options: Any):
+        config = options.pop("dataloader_config", None) or DataLoaderConfiguration()
+        super().__init__(dataloader_config=replace(config, split_batches=True), **options)
+        self._folder = ""  # of the state that is being saved or loaded
+        self._autocasts = False
+        self.register_save_state_pre_hook(lambda models, weights, folder: setattr(self, "_folder", folder))
+        self.register_load_state_pre_hook(lambda models, folder: setattr(self, "_folder", folder))
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """As of ``Accelerator``; a parallel module stays unwrapped, and is called under the accelerator's autocast."""
+        if isinstance(model, ParallelModule) and self.native_amp and not self._autocasts:
+            model.register_forward_pre_hook(self._enter_autocast)
+            model.register_forward_hook(self._leave_autocast, always_call=True)
+            self._autocasts = True
+        return super().prepare_model(model, *args, **kwargs)
+
+    def prepare_data_loader(self, data_loader: DataLoader, device_placement: bool | None = None, **kwargs: Any) -> Any:
+        """As of ``Accelerator``, but every process is given all of a batch, which is the global one.
+
+        Raises:
+            InputError: the loader yields parts of global batches already.
+        """
+        if isinstance(data_loader, DistributedDataLoader):
+            raise InputError(
+                "pmodel.dataloader(...) yields this rank's part of global batches already, and Accelerate would not "
+                "know when it ends: give prepare() a torch.utils.data.DataLoader of whole batches, and the module "
+                "pmodel.shard(batch); or leave the loader out of prepare()"
+            )
+        if not getattr(data_loader, "_is_accelerate_prepared", False):
+            data_loader = prepare_data_loader(
+                data_loader,
+                self.device,
+                num_processes=1,
+                process_index=0,
+                put_on_device=self.device_placement if device_placement is None else device_placement,
+                rng_types=self.rng_types.copy(),
+                dispatch_batches=False,
+                use_seedable_sampler=self.use_seedable_sampler,
+                data_seed=self.dataloader_config.data_seed,
+                non_blocking=self.non_blocking,
+                use_stateful_dataloader=self.use_stateful_dataloader,
+            )
+        self._dataloaders.append(data_loader)
+        return data_loader
+
+    def gather(self, tensor: Any) -> Any:
+        """Whole values of what the module returned; other tensors are of the global batch, and are returned as is."""
+        return tree_map(lambda each: each.full_tensor() if isinstance(each, DTensor) else each, tensor)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """The original's weights, whole, on the CPU; every process must call it."""
+        if isinstance(model, ParallelModule):
+            return model.full_state_dict()
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As of ``Accelerator``; the module and its optimizer are saved for any plan."""
+        with self._apart() as (module, optimizer):
+            saved = super().save_state(output_dir, *args, **kwargs)
+        if module is not None:
+            save_checkpoint(Path(self._folder) / FOLDER, module, optimizer)
+        return saved
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """As of ``Accelerator``, under any plan and on any number of processes.
+
+        Raises:
+            CheckpointError: the folder has no checkpoint of the module, or one of another.
+        """
+        with self._apart() as (module, optimizer):
+            super().load_state(input_dir, *args, **kwargs)
+        if module is not None:
+            load_checkpoint(Path(self._folder) / FOLDER, module, optimizer)
+
+    @contextmanager
+    def _apart(self) -> Iterator[tuple[ParallelModule | None, Any]]:
+        """Takes the parallel module and its optimizer out of what Accelerate saves and loads itself."""
+        models, optimizers = self._models, self._optimizers
+        parallel = [model for model in models if isinstance(model, ParallelModule)]
+        if len(parallel) > 1 or (parallel and len(optimizers) > 1):
+            raise InputError(
+                f"an accelerator saves one parallel module with one optimizer, and here are {len(parallel)} with "
+                f"{len(optimizers)}: save each with autopar.save_checkpoint(path, module, optimizer)"
+            )
+        if parallel:
+            self._models, self._optimizers = [model for model in models if model is not parallel[0]], []
+        try:
+            yield parallel[0] if parallel else None, optimizers[0].optimizer if parallel and optimizers else None
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def _enter_autocast(self, *_: Any) -> None:
+        self._autocast = ExitStack()
+        self._autocast.enter_context(self.autocast())
+
+    def _leave_autocast(self, *_: Any) -> None:
+        self._autocast.close()

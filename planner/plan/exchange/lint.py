@@ -1,0 +1,296 @@
+"""Holds a configuration of another tool against a model and a cluster: whether it runs and fits, its cost, the best.
+
+What is wrong with sizes and what the program refuses needs no planning (:mod:`planner.interchange.checks`). The rest is
+our own model's word: the best plan pinned to what the configuration says, the best of all, and each of the changes next
+to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from planner.base.errors import AutoparError, InfeasibleError
+from planner.base.formatting import in_bytes, in_paragraph, in_percent, in_seconds, sizes_text
+from planner.cost.cluster import ClusterSpec
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.strategies import rule_of
+from planner.formulation.training import Training
+from planner.interchange.checks import Mistake, ModelSizes, check, mistakes
+from planner.interchange.format import Format
+from planner.interchange.formats import format_of, guess
+from planner.interchange.parallelism import WORDS, Parallelism, changed
+from planner.ir.folding import fold
+from planner.ir.graph import Graph, Node
+from planner.ir.layout import MICRO
+from planner.ops import OPS, attends
+from planner.plan.exchange.export import searched
+from planner.search.branch_and_bound import Searched
+from planner.search.search import search
+from planner.search.search_context import Progress
+
+HELPS = 0.01
+"""A change helps from this part of a step on."""
+EACH_S = 2.0
+"""So long is looked for what a changed configuration takes, at most."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step takes: seconds, and bytes of every pipeline rank at its fullest."""
+
+    step_s: float
+    rank_bytes: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest."""
+        return max(self.rank_bytes)
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """A change of a configuration: which, in words, the fields it is made in, and what a step takes then."""
+
+    what: str
+    fields: tuple[str, ...]
+    cost: Cost
+
+
+@dataclass(frozen=True, repr=False)
+class Lint:
+    """What there is to say of a configuration; prints as text.
+
+    Attributes:
+        format: it is of.
+        description: what it says; ``None``: it cannot be read.
+        mistakes: why it does not run; empty: it runs.
+        cost: what it takes; ``None``: it does not run, or fit.
+        misfit: why it does not fit, or cannot be planned; empty: it does.
+        usable_bytes: of a device.
+        best: the fastest plan's cost, and ``mesh`` its axes; ``None``: not looked for, or none was found.
+        change: the one that helps most of those that change one thing.
+    """
+
+    format: Format
+    description: Parallelism | None
+    mistakes: tuple[Mistake, ...]
+    cost: Cost | None = None
+    misfit: str = ""
+    usable_bytes: int = 0
+    best: Cost | None = None
+    mesh: str = ""
+    change: Improvement | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether nothing is wrong with it, and it fits."""
+        return not self.mistakes and not self.misfit
+
+    def __str__(self) -> str:
+        return "\n".join(in_paragraph(line, "    ") for line in self._lines())
+
+    __repr__ = __str__
+
+    def _lines(self) -> Iterator[str]:
+        count = len(self.mistakes)
+        if count:
+            yield f"for {self.format.tool}: does not run, for {count} reason{'s' * (count > 1)}"
+            yield from (f"  {mistake}" for mistake in self.mistakes)
+        elif self.misfit:
+            yield f"for {self.format.tool}: runs, and does not fit"
+            yield f"  {self.misfit}"
+        else:
+            yield f"for {self.format.tool}: runs"
+        if self.cost is not None:
+            yield f"  fits: {self._memory(self.cost)}"
+            yield f"  takes: {in_seconds(self.cost.step_s)} a step"
+        if self.best is not None:
+            less = 1 - self.best.step_s / self.cost.step_s if self.cost is not None else 0.0
+            yield f"  best: {in_seconds(self.best.step_s)} a step{self._less(less)}, {self.mesh}"
+        if self.change is not None:
+            cost, less = self.change.cost, 1 - self.change.cost.step_s / self.cost.step_s if self.cost else 0.0
+            yield (
+                f"  change: {self.change.what} ({', '.join(self.change.fields)}): {in_seconds(cost.step_s)} a step"
+                f"{self._less(less)}, {in_bytes(cost.peak_bytes)}"
+            )
+        elif self.best is not None and self.cost is not None:
+            yield "  change: none of one thing makes it faster"
+
+    def _memory(self, cost: Cost) -> str:
+        if len(cost.rank_bytes) == 1:
+            return f"{in_bytes(cost.peak_bytes)} of {in_bytes(self.usable_bytes)} on every device"
+        each = ", ".join(map(in_bytes, cost.rank_bytes))
+        return f"{each} of {in_bytes(self.usable_bytes)} on a device of each pipeline rank"
+
+    @staticmethod
+    def _less(share: float) -> str:
+        return f" ({in_percent(share)} less)" if share >= HELPS else ""
+
+
+def lint(
+    text: str,
+    format_name: str | None,
+    graph: Graph,
+    cluster: ClusterSpec,
+    training: Training,
+    *,
+    time_limit_s: float = 20.0,
+    progress: Progress | None = None,
+) -> Lint:
+    """What there is to say of a configuration.
+
+    Args:
+        text: of the configuration.
+        format_name: of its format; ``None``: found out.
+        graph: of the model, with an example of the global batch.
+        time_limit_s: for the searches together; 0: nothing is planned, only what needs none is checked.
+
+    Raises:
+        ConfigError: there is no such format, or it cannot be found out.
+    """
+    form = guess(text) if format_name is None else format_of(format_name)
+    sizes = model_sizes(graph)
+    d, wrong = check(text, form, sizes, cluster.world_size)
+    found = Lint(form, d, tuple(wrong), usable_bytes=cluster.device.usable_bytes)
+    if d is None or found.mistakes or not time_limit_s:
+        return found
+
+    def cost(d: Parallelism, limit_s: float) -> Cost:
+        return cost_of(searched(graph, cluster, d, training, limit_s))
+
+    until = time.monotonic() + time_limit_s
+    if progress is not None:
+        progress("planning what the configuration says")
+    try:
+        found = replace(found, cost=cost(d, time_limit_s / 3))
+    except InfeasibleError as error:
+        found = replace(found, misfit=str(error))
+    except AutoparError as error:
+        return replace(found, misfit=f"our model has no plan that is so: {error}")
+    if progress is not None:
+        progress("looking for the best plan")
+    try:
+        best = search(graph, cluster, Pins(), training, time_limit_s=time_limit_s / 3, gap=HELPS, progress=progress)
+        found = replace(found, best=cost_of(best), mesh=_told(best))
+    except AutoparError:
+        pass
+    if progress is not None:
+        progress("trying changes")
+    tried = (each for each in neighbours(d, sizes) if _may(each, form, sizes, cluster))
+    return replace(found, change=_change(d, form, found.cost, tried, cost, until))
+
+
+def _told(found: Searched) -> str:
+    """The axes of a plan, and its micro-batches."""
+    sizes = {name: size for name, size in found.best.config.sizes.items() if name != MICRO}
+    count = found.best.config.mesh.micro_batches
+    return sizes_text(sizes) + (f", {count} micro-batches" if count > 1 else "")
+
+
+def cost_of(found: Searched) -> Cost:
+    """What the best plan of a search takes."""
+    predicted, staged = found.planned_step[1], found.staged
+    of_ranks = (predicted.peak_bytes,) if staged is None or staged.pipeline.ranks == 1 else staged.rank_bytes
+    return Cost(predicted.step_time_s, of_ranks)
+
+
+def model_sizes(graph: Graph) -> ModelSizes:
+    """What of a model must divide by degrees of parallelism."""
+    inputs = [leaf.results[0].shape for leaf in graph.leaves if leaf.op == "input"]
+    rules = [rule_of(graph, node) for node in graph.operators if attends(node.op)]
+    experts = [rule_of(graph, node).sizes["e"] for node in graph.operators if node.op == "experts"]
+    heads = [(rule.sizes.get("kv", 0), rule.sizes.get("group", 1)) for rule in rules if rule.sizes.get("kv")]
+    projected = [count for node in graph.operators if attends(node.op) if (count := _projected_heads(graph, node))]
+    folded = fold(graph)
+    counts = [sum(each.kind == kind for each in folded.instances) for kind in range(len(folded.kinds))]
+    return ModelSizes(
+        batch=inputs[0][0] if inputs and inputs[0] else 0,
+        sequence=inputs[0][1] if inputs and len(inputs[0]) > 1 and heads else 0,
+        layers=max(counts) if counts and max(counts) > 1 else 0,
+        heads=min((kv * group for kv, group in heads), default=0),
+        key_value_heads=min((*projected, *(kv for kv, _ in heads)), default=0),
+        experts=min(experts, default=0),
+    )
+
+
+def _projected_heads(graph: Graph, node: Node) -> int:
+    """Heads of keys as an attention's keys are projected, before they are repeated for all queries; 0: not seen."""
+    query, key = graph.type_of(node.inputs[0]).shape, graph.type_of(node.inputs[1]).shape
+    made = graph.by_name[node.inputs[1].node]
+    while made.inputs and not _projects(made):
+        made = graph.by_name[made.inputs[0].node]
+    features = made.results[0].shape[-1] if _projects(made) and len(query) > 2 else 0
+    return features // key[-1] if features % key[-1] == 0 and features <= query[-3] * key[-1] else 0
+
+
+def _projects(node: Node) -> bool:
+    row = OPS.get(node.op)
+    return row is not None and row.kernel == "linear"
+
+
+def neighbours(d: Parallelism, sizes: ModelSizes) -> Iterator[Parallelism]:
+    """Descriptions that differ in one thing, the cheapest to change first."""
+    yield from (replace(d, recompute=level, recompute_layers=None) for level in ("none", "full", "selective"))
+    if d.data * d.context > 1:
+        yield from (replace(d, zero=stage) for stage in (0, 1, 2, 3))
+    if d.tensor > 1:
+        yield replace(d, sequence_parallel=not d.sequence_parallel)
+    yield replace(d, micro_batches=d.micro_batches * 2)
+    if d.micro_batches % 2 == 0:
+        yield replace(d, micro_batches=d.micro_batches // 2)
+    names = ("data", "tensor", "pipeline", "context", "replicate")
+    for less in names:
+        for more in names:
+            if less != more and getattr(d, less) % 2 == 0:
+                moved = {less: getattr(d, less) // 2, more: getattr(d, more) * 2}
+                schedule = {
+                    "pipeline": {
+                        "stage_layers": (),
+                        "micro_batches": max(d.micro_batches, 2 * moved.get("pipeline", 1)),
+                    }
+                }
+                yield replace(d, **moved, products={}, **schedule.get(more, {}))
+    if d.pipeline > 1 and d.virtual_stages == 1:
+        yield replace(d, schedule="interleaved_1f1b", virtual_stages=2, stage_layers=())
+    if sizes.experts:
+        yield replace(d, expert=d.expert * 2)
+    if d.offload == "none":
+        yield replace(d, offload="host")
+
+
+def _may(d: Parallelism, form: Format, sizes: ModelSizes, cluster: ClusterSpec) -> bool:
+    """Whether the format can say it, and nothing is wrong with it."""
+    d = replace(d, devices=None)
+    return d.zero <= 3 and form.round(d)[0] == d and not mistakes(d, form, sizes, cluster.world_size)
+
+
+def _change(
+    d: Parallelism,
+    form: Format,
+    now: Cost | None,
+    tried: Iterator[Parallelism],
+    cost: Callable[[Parallelism, float], Cost],
+    until: float,
+) -> Improvement | None:
+    """The change that helps most, as time permits; where nothing fits, the first that does."""
+    found: Improvement | None = None
+    least_s = now.step_s * (1 - HELPS) if now is not None else float("inf")
+    for each in tried:
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            break
+        if each == d:
+            continue
+        try:
+            taken = cost(each, min(EACH_S, left_s))
+        except AutoparError:
+            continue
+        if taken.step_s < least_s:
+            least_s = taken.step_s
+            names = tuple(
+                form.fields[name] for name in WORDS if name in form.fields and getattr(d, name) != getattr(each, name)
+            )
+            found = Improvement("; ".join(changed(d, each)), names, taken)
+    return found

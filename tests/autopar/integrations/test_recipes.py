@@ -1,0 +1,88 @@
+"""Each recipe of docs/integrations.md, as it stands, trains as the framework's own class does in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for _name in ("accelerate", "lightning", "peft", "trl"):
+    pytest.importorskip(_name)
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+RECIPES = dict(re.findall(r"^## (.*?)\n\n```python\n(.*?)```", PAGE, flags=re.MULTILINE | re.DOTALL))
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+REFUSED = {
+    "parts": r"this rank's part .* give prepare\(\) a torch.utils.data.DataLoader of whole batches",
+    "modules": r"one parallel module with one optimizer, and here are 2",
+    "original": r"the model is a LlamaForCausalLM: give what autopar.parallelize",
+    "loss": r"compute_loss_func is decided by the plan .* loss_fn",
+    "recomputed": r"activation_checkpointing is decided by the plan .* pin 'recompute'",
+    "optimizer": r"SGD is made with optimizer_dict of a whole model",
+    "whole state": r"delete its optimizer.pt to go on from the weights alone",
+    "adapters": r"peft_config .* before autopar.parallelize",
+    "another loss": r"loss_type='dft': the loss is a part of the plan",
+    "parameters": r"layer.weight of LightningModule is no parameter of its parallel module",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What every run of every recipe logged and wrote, on every rank."""
+    place = str(tmp_path_factory.mktemp("home"))
+    environment = {**os.environ, "HF_HOME": place, "TMPDIR": place, "TRL_DISABLE_TELEMETRY": "1"}
+    command = [sys.executable, "-m", "tests.autopar.integrations.recipes"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("run, like", [("four", "own"), ("two, going on", "own, going on")])
+@pytest.mark.parametrize("title", RECIPES)
+def test_every_process_sees_what_one_process_of_the_framework_sees(
+    runs: dict[str, Any], title: str, run: str, like: str
+) -> None:
+    """Losses, norms, rates, metrics and the weights in the end; and where another plan goes on."""
+    expected, got = runs[title][like], runs[title][run]
+    assert isinstance(expected, list), expected
+    assert isinstance(got, list), got
+    (alone,) = expected
+    assert len(alone["logged"]) >= 3 and len(alone["weights"]) > 20
+    # TRL computes log-probabilities in float32, whatever the model's dtype.
+    tolerance = {"rel": 1e-5, "abs": 1e-7} if title.startswith("TRL") else {"rel": 1e-9, "abs": 1e-12}
+    for rank in got:
+        assert flat(rank) == pytest.approx(flat(alone), **tolerance), title
+
+
+def flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """Numbers in nested lists and dicts, by where they are."""
+    if isinstance(tree, dict):
+        return {name: value for key, each in tree.items() for name, value in flat(each, f"{path}.{key}").items()}
+    if isinstance(tree, list):
+        return {name: value for at, each in enumerate(tree) for name, value in flat(each, f"{path}.{at}").items()}
+    return {} if tree is None else {path: tree}
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_recipe_is_short(title: str) -> None:
+    assert len([line for line in RECIPES[title].splitlines() if line]) < 15
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_go_together_is_said(runs: dict[str, Any], case: str) -> None:
+    assert re.search(REFUSED[case], runs["refused"][case])
+
+
+def test_mixed_precision_is_that_of_the_accelerator(runs: dict[str, Any]) -> None:
+    mixed, plain, autocast = runs["autocast"]
+    assert mixed == autocast != plain
