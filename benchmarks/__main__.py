@@ -355,6 +355,7 @@ def million_tokens() -> None:
             "GiB": f"{each.peak_bytes / 2**30:.1f}",
             "measured s": "" if each.measured_s is None else f"{each.measured_s:.0f}",
             "error": "" if each.measured_s is None else f"{100 * (each.step_s / each.measured_s - 1):+.0f} %",
+            "GiB, as the run": f"{(each.peak_bytes - each.kept_bytes) / 2**30:.1f}" if each.kept_bytes else "",
             "measured GiB": "" if each.measured_bytes is None else f"{each.measured_bytes / 2**30:.1f}",
             "plan": each.sentence,
         }
@@ -364,9 +365,9 @@ def million_tokens() -> None:
         f"One sequence of {million.TOKENS:,} tokens on H100s, with logits of one in {million.PARTS} tokens at a time "
         "(`LossInParts` in `benchmarks/million.py`), parameters sharded and layers recomputed. The published run is of "
         "8 GPUs with keys gathered in zigzag order, its loss in chunks and activations on the host; it is priced with "
-        "these on the device, which is given the memory. The preset's rate of attention is FlashAttention-2's, which "
-        "torch runs; what the run had is not told. *flash-3*: at rates of a later kernel, "
-        f"{million.FLASH_3[0]:.0%} and {million.FLASH_3[1]:.0%} of the peak (Shah et al. 2024)."
+        "these on the device, which is given the memory. *As the run*: without what enters each layer, which the run "
+        "has on the host. Which kernel of attention it had is not told; the preset has torch's, FlashAttention-2, and "
+        "the rates of others (Shah et al. 2024, figure 5)."
     )
     print(record.write("million", "A million tokens", notes, rows, [asdict(each) for each in found], facts), flush=True)
 
