@@ -1,7 +1,7 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
-                     [million] [pipeline] [schedules] [transfer schedule] [offload] [tables] [fuzz [files]]
+                     [million] [rsa] [pipeline] [schedules] [transfer schedule] [offload] [tables] [fuzz [files]]
                      [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
@@ -42,6 +42,7 @@ from benchmarks import (
     predicted,
     published,
     record,
+    rsa,
     schedules,
     step_time,
     tables,
@@ -370,6 +371,33 @@ def million_tokens() -> None:
         "the rates of others (Shah et al. 2024, figure 5)."
     )
     print(record.write("million", "A million tokens", notes, rows, [asdict(each) for each in found], facts), flush=True)
+
+
+def ring_self_attention() -> None:
+    """The batch and the length that a ring holds beside tensor parallelism, and what a paper claims."""
+    facts, found = record.circumstances(), rsa.found()
+    rows = [
+        {
+            "shared by": f"{each.name}, {each.ranks} GPUs",
+            "scores": "stored" if each.has_scores else "never stored",
+            f"largest batch of {rsa.LENGTH} tokens": str(each.batch),
+            f"longest sequences, {rsa.BATCH} of them": str(each.length),
+        }
+        for each in found
+    ]
+    told = [
+        f"{ratio['batch']:.1f} x the batch and {ratio['length']:.1f} x the length"
+        for ratio in (rsa.ratios(found, False), rsa.ratios(found, True))
+    ]
+    notes = (
+        "BERT base in float32 with Adam on P100s of 16 GB, planned: a ring of 64 (Li et al. 2021) against tensor "
+        "parallelism on 12, as many as it has heads, whose residuals are whole on every rank, as in Megatron then. "
+        f"The ring holds {told[0]}, or, where scores are stored as they were then, {told[1]}; the paper has "
+        f"{rsa.CLAIMED['batch']} x and {rsa.CLAIMED['length']:.1f} x. Stored scores grow with the square of the length "
+        "on both sides, which is why length gained less. What the programs of then kept besides is not known here, nor "
+        "how long the sequences of the largest batch were: 512 is assumed."
+    )
+    print(record.write("rsa", "Ring self-attention", notes, rows, [asdict(each) for each in found], facts), flush=True)
 
 
 def families() -> None:
@@ -730,6 +758,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "runs": planned,
     "mixtures": mixtures,
     "million": million_tokens,
+    "rsa": ring_self_attention,
     "family": families,
     "iopddl": problems,
     "memory": peaks,
