@@ -15,7 +15,7 @@ from torch import nn
 
 import autopar
 
-EXTRAS = ("transformers", "pytest", "hypothesis", "nbformat", "mypy")
+EXTRAS = ("transformers", "accelerate", "pytest", "hypothesis", "mypy")
 
 installed = Path(autopar.__file__).resolve()
 assert installed.is_relative_to(sysconfig.get_path("purelib")), f"autopar was imported from {installed}"

@@ -1,8 +1,8 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
-                     [million] [rsa] [pipeline] [schedules] [transfer schedule] [offload] [tables] [fuzz [files]]
-                     [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
+                     [million] [rsa] [integrations] [pipeline] [schedules] [transfer schedule] [offload] [tables]
+                     [fuzz [files]] [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -28,6 +28,7 @@ from benchmarks import (
     exact,
     family,
     fuzz,
+    integrations,
     iopddl,
     largest,
     memory,
@@ -245,6 +246,30 @@ def attended() -> None:
     )
     title = "Attention over a sharded sequence"
     print(record.write("context", title, notes, rows, [asdict(r) for r in found], facts), flush=True)
+
+
+def integrated() -> None:
+    """Recipes of other training loops."""
+    facts = record.circumstances() | integrations.versions()
+    found = integrations.executed()
+    rows = [
+        {
+            "recipe": r.recipe,
+            "processes": str(r.processes),
+            "plan": ", ".join(f"{name} {value}" for name, value in r.pin.items()),
+            "goes on": "from another plan's state" if r.goes_on else "",
+            "values": str(r.values),
+            "differ by": f"{r.error:.0e}",
+        }
+        for r in found
+    ]
+    notes = (
+        "The recipes of docs/integrations.md, as they stand, on local gloo processes in float64, beside the same lines "
+        "with the framework's own class and model in one process: largest relative difference of any loss, norm of "
+        "gradients, rate, metric or weight, on any process. TRL computes its losses in float32."
+    )
+    title = "Recipes of other training loops"
+    print(record.write("integrations", title, notes, rows, [asdict(r) for r in found], facts), flush=True)
 
 
 def predictions() -> None:
@@ -759,6 +784,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "mixtures": mixtures,
     "million": million_tokens,
     "rsa": ring_self_attention,
+    "integrations": integrated,
     "family": families,
     "iopddl": problems,
     "memory": peaks,

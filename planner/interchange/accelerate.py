@@ -121,7 +121,7 @@ LIMITS = (
     model_dtype(),
     no_pipeline(TOOL),
     no_experts(TOOL),
-    own_products("the model's own tp_plan, with which it is loaded"),
+    own_products("the model's tp_plan"),
     Limit(
         "tensor parallelism keeps norms and residuals whole",
         lambda d: d.sequence_parallel,

@@ -95,7 +95,7 @@ def _sizes(d: Parallelism, form: Format, sizes: ModelSizes) -> Iterator[Mistake]
     for what, size, name, ranks, sentence in rows:
         if size and size % ranks and (what, ranks) not in told:
             told.add((what, ranks))
-            fits = max(n for n in range(1, ranks) if size % n == 0)
+            fits = max(n for n in range(1, min(ranks, size + 1)) if size % n == 0)
             if name == "sequence_parallel":
                 change = f"turn {_field(form, name)} off, or take a sequence that does"
             elif name == "context" and zigzags != d.context:
@@ -112,7 +112,7 @@ def _sizes(d: Parallelism, form: Format, sizes: ModelSizes) -> Iterator[Mistake]
         and sizes.experts % d.expert == 0
         and inner % (d.expert * max(d.expert_tensor, 1))
     ):
-        fits = max(n for n in range(1, d.expert) if inner % n == 0)
+        fits = max(n for n in range(1, min(d.expert, sizes.experts + 1)) if inner % n == 0)
         yield Mistake(
             f"{d.expert} ranks that share experts do not divide the {inner} of data, context and tensor parallelism "
             "that they are to be among",
@@ -125,7 +125,9 @@ def _sizes(d: Parallelism, form: Format, sizes: ModelSizes) -> Iterator[Mistake]
         )
     each = d.batch_ranks * d.micro_batches
     if d.batch is not None and d.batch % each:
-        fewer = max((n for n in range(1, d.micro_batches) if d.batch % (d.batch_ranks * n) == 0), default=0)
+        fewer = max(
+            (n for n in range(1, min(d.micro_batches, d.batch + 1)) if d.batch % (d.batch_ranks * n) == 0), default=0
+        )
         way = f"set {_field(form, 'micro_batches')} to {fewer}" if fewer else f"take a batch of a multiple of {each}"
         yield Mistake(
             f"a batch of {d.batch} does not divide by {d.batch_ranks} data-parallel ranks x {d.micro_batches} "
@@ -137,7 +139,9 @@ def _sizes(d: Parallelism, form: Format, sizes: ModelSizes) -> Iterator[Mistake]
 def _stages(d: Parallelism, form: Format, sizes: ModelSizes) -> Iterator[Mistake]:
     layers, stages = sizes.layers or d.layers or 0, d.pipeline * d.virtual_stages
     if d.layers and sizes.layers and d.layers != sizes.layers:
-        yield Mistake(f"it is for {d.layers} layers, and the model has {sizes.layers}", f"set {form.fields['layers']}")
+        where = "layers" if "layers" in form.fields else "stage_layers"
+        yield Mistake(f"it is for {d.layers} layers, and the model has {sizes.layers}", f"mend {_field(form, where)}")
+        return
     if d.stage_layers and layers and sum(d.stage_layers) != layers:
         told = "+".join(map(str, d.stage_layers))
         yield Mistake(
@@ -145,10 +149,10 @@ def _stages(d: Parallelism, form: Format, sizes: ModelSizes) -> Iterator[Mistake
             f"mend {_field(form, 'stage_layers')}",
         )
     elif layers and stages > layers and d.pipeline > 1:
-        fits = max((n for n in range(1, d.pipeline + 1) if n * d.virtual_stages <= layers), default=1)
+        fits = max((n for n in range(1, min(d.pipeline, layers) + 1) if n * d.virtual_stages <= layers), default=1)
         yield Mistake(f"{layers} layers are fewer than {stages} stages", f"set {_field(form, 'pipeline')} to {fits}")
     elif form.even_stages and not d.stage_layers and layers and d.pipeline > 1 and layers % stages:
-        fits = max(n for n in range(1, d.pipeline + 1) if layers % (n * d.virtual_stages) == 0 or n == 1)
+        fits = max(n for n in range(1, min(d.pipeline, layers) + 1) if layers % (n * d.virtual_stages) == 0 or n == 1)
         yield Mistake(
             f"{layers} layers do not divide by {stages} stages",
             f"set {_field(form, 'pipeline')} to {fits}, or give {_field(form, 'stage_layers')}",

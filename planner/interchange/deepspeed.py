@@ -213,6 +213,11 @@ LIMITS = (
         lambda d: replace(d, context_kind="ulysses"),
     ),
     Limit(
+        "attention is told so in code: UlyssesSPAttentionHF.register_with_transformers(...)",
+        lambda d: d.context > 1,
+        about="context",
+    ),
+    Limit(
         "sequence parallelism has groups of its own, which tensor parallelism does not know",
         lambda d: d.context > 1 and d.tensor > 1,
         lambda d: into_data(d, context=1, context_kind=""),

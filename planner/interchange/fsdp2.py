@@ -12,7 +12,14 @@ from typing import Any
 
 from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, degree, take
-from planner.interchange.limits import into_data, no_context, no_experts, nothing_gathered_again, together
+from planner.interchange.limits import (
+    into_data,
+    no_context,
+    no_experts,
+    nothing_gathered_again,
+    offload_to_host,
+    together,
+)
 from planner.interchange.parallelism import Parallelism, Recomputation, checked
 
 TOOL = "PyTorch"
@@ -312,7 +319,7 @@ def read(text: str) -> Parallelism:
                 found[name] = ast.literal_eval(node.value)
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
                 raise ConfigError(f"{name!r} is no constant, but {ast.unparse(node.value)}") from error
-            take(found, name, CONSTANTS[name], None)
+            take(found, name, CONSTANTS[name], ...)
     if "MESH" not in found:
         raise ConfigError("it has no 'MESH', the sizes of axes by name: autopar export --to fsdp2 did not write this")
     mesh = found["MESH"]
@@ -367,6 +374,11 @@ LIMITS = (
         lambda d: d.pipeline > 1 and not d.layer_path,
         lambda d: into_data(d, pipeline=1, schedule="1f1b", virtual_stages=1, stage_layers=()),
     ),
+    Limit(
+        "no layer is named whose weight tensor-parallel ranks might share",
+        lambda d: d.tensor > 1 and not d.products,
+        lambda d: into_data(d, tensor=1, sequence_parallel=False),
+    ),
     no_context("FSDP2 code"),
     no_experts("FSDP2 code"),
     Limit(
@@ -386,11 +398,7 @@ LIMITS = (
     ),
     together("FSDP2"),
     nothing_gathered_again("FSDP2 code"),
-    Limit(
-        "offload goes with FSDP2, and to the host",
-        lambda d: d.offload == "disk" or (d.offload != "none" and d.zero == 0),
-        lambda d: replace(d, offload="host", zero=d.zero or 2),
-    ),
+    offload_to_host("FSDP"),
 )
 FORMAT = Format(
     "fsdp2",

@@ -13,6 +13,7 @@ from planner.interchange.limits import (
     micro_batches_elsewhere,
     no_context,
     nothing_gathered_again,
+    offload_to_host,
     recompute_elsewhere,
     together,
     whole_layers,
@@ -115,6 +116,7 @@ def _plan(value: Any, name: str) -> dict[str, str]:
 
 
 LIMITS = (
+    no_context(TOOL),
     Limit(
         "data parallelism and pipelines do not go together: pipeline ranks share the batch and parameters instead",
         lambda d: d.pipeline > 1 and d.data * d.replicate > 1,
@@ -132,7 +134,6 @@ LIMITS = (
         lambda d: d.pipeline > 1 and (d.virtual_stages > 1 or bool(d.stage_layers) or d.schedule != "1f1b"),
         lambda d: replace(d, virtual_stages=1, stage_layers=(), schedule="1f1b"),
     ),
-    no_context(TOOL),
     Limit(
         "enable_sequence_parallel is reserved, and does nothing yet",
         lambda d: d.sequence_parallel,
@@ -163,11 +164,7 @@ LIMITS = (
     whole_layers("gradient checkpointing"),
     nothing_gathered_again(TOOL),
     recompute_elsewhere("said in code: model.gradient_checkpointing_enable()"),
-    Limit(
-        "offload goes with FSDP, and to the host",
-        lambda d: d.offload == "disk" or (d.offload != "none" and d.zero == 0),
-        lambda d: replace(d, offload="host", zero=d.zero or 2),
-    ),
+    offload_to_host("FSDP"),
     Limit(
         "said in code: from_pretrained(..., dtype=...)",
         lambda d: d.dtype != "float32",

@@ -36,7 +36,7 @@ def no_experts(tool: str) -> Limit:
     return Limit(
         f"{tool} has no expert parallelism: experts are stored in shards, and gathered",
         lambda d: d.expert > 1,
-        lambda d: replace(d, expert=1, expert_tensor=0, zero=d.zero or 2),
+        lambda d: replace(d, expert=1, expert_tensor=0, zero=d.zero or 2 * (d.data * d.context > 1)),
     )
 
 
@@ -110,4 +110,18 @@ def model_dtype() -> Limit:
         "products are in the model's own dtype, unless in half precision",
         lambda d: d.dtype not in ("float32", "bfloat16", "float16"),
         lambda d: replace(d, dtype="float32"),
+    )
+
+
+def offload_to_host(tool: str) -> Limit:
+    """Model data is on the host if it is sharded, and not on disk."""
+
+    def nearest(d: Parallelism) -> Parallelism:
+        is_shared = d.data * d.context > 1
+        return replace(d, offload="host", zero=d.zero or 2) if is_shared else replace(d, offload="none")
+
+    return Limit(
+        f"offload is that of {tool}, of what is sharded, and to the host",
+        lambda d: d.offload == "disk" or (d.offload != "none" and d.zero == 0),
+        nearest,
     )

@@ -53,9 +53,12 @@ UNREAD = (
     "--hierarchical-context-parallel-sizes",
 )
 """Arguments that say the stages in a way that is not read here."""
+LONGEST = 100_000
+"""So many letters a layout has at most, written out."""
 LIKE = 0.85
 """An argument that is so like one of these is taken for a slip of the pen; all others are of the model or training."""
-KINDS = {"gather": "all_gather", "zigzag": "p2p", "ulysses": "a2a"}
+KINDS = {"zigzag_gather": "all_gather", "zigzag": "p2p", "ulysses": "a2a"}
+"""How context parallel ranks attend; the batch is cut in zigzag order whichever it is."""
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 SELECTIVE = ("layernorm",)
 """What recomputes of a layer where all but products and attention should: norms, which have their own checkpoints."""
@@ -113,12 +116,12 @@ def read_layout(text: str) -> tuple[int, ...]:
     spelled = text.replace(",", "")
     while group := re.search(r"\(([^()]*)\)\*(\d+)|([Etm|L])\*(\d+)", spelled):
         what, count = (group[1], group[2]) if group[1] is not None else (group[3], group[4])
-        if int(count) > 10_000:
-            raise ConfigError(f"'--pipeline-model-parallel-layout' {text!r} repeats a part {count} times")
+        if int(count) * len(what) + len(spelled) > LONGEST:
+            raise ConfigError(f"--pipeline-model-parallel-layout {text!r} says more than {LONGEST:,} layers and stages")
         spelled = spelled.replace(group[0], what * int(count), 1)
     if not re.fullmatch(r"E[t|]*L", spelled):
         raise ConfigError(
-            f"'--pipeline-model-parallel-layout' is {text!r}; it is of E, t, |, L, *N and (...)*N, from E to L"
+            f"--pipeline-model-parallel-layout is {text!r}; it is of E, t, |, L, *N and (...)*N, from E to L"
         )
     return tuple(stage.count("t") for stage in spelled.split("|"))
 
@@ -283,9 +286,9 @@ LIMITS = (
         refused=True,
     ),
     Limit(
-        "attention over cut sequences gathers keys, sends them around in zigzag order, or shares heads",
+        "attention over cut sequences gathers keys or sends them around, both in zigzag order, or shares heads",
         lambda d: d.context > 1 and d.context_kind not in ("", *KINDS),
-        lambda d: replace(d, context_kind="gather" if d.context_kind == "zigzag_gather" else "zigzag"),
+        lambda d: replace(d, context_kind="zigzag_gather" if d.context_kind == "gather" else "zigzag"),
     ),
     Limit(
         "norms have a checkpoint of their own; activation functions and what is elementwise beside them do not",

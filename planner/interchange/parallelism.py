@@ -19,6 +19,8 @@ STANDARD = {
     "vocabulary": ("embed_tokens",),
 }
 """How the layers of a Transformer are sharded where a tool decides that by itself, by the last part of their names."""
+MOST = 10**9
+"""No number of ranks, samples or tokens is larger."""
 DEGREES = ("replicate", "data", "context", "tensor", "pipeline")
 """Fields whose product is the number of devices."""
 WORDS = {
@@ -169,8 +171,9 @@ def checked(description: Parallelism) -> Parallelism:
     for each in fields(description):
         value = getattr(description, each.name)
         lowest = REST if each.name in ("data", "micro_batches", "zero", "expert_tensor") else 1
-        if isinstance(value, int) and not isinstance(value, bool) and value < lowest:
-            raise ConfigError(f"{WORDS.get(each.name, each.name)} is {value}; it is a whole number from {lowest}")
+        if isinstance(value, int) and not isinstance(value, bool) and not lowest <= value <= MOST:
+            told = f"a whole number from {lowest} to {MOST:,}"
+            raise ConfigError(f"{WORDS.get(each.name, each.name)} is {value}; it is {told}")
     if description.zero > 3:
         raise ConfigError(f"ZeRO is {description.zero}; there are stages 0 to 3")
     return description

@@ -43,5 +43,5 @@ def pins_of(d: Parallelism) -> dict[str, Any]:
     if d.offload != "none":
         found["offload"] = d.offload
     if d.tensor > 1 and (layers := {path: FACTORS[kind] for path, kind in d.products.items() if kind in FACTORS}):
-        found["layers"] = {path: {"tensor": factor} for path, factor in layers.items()}
+        found["layers"] = {f"*{path}": {"tensor": factor} for path, factor in layers.items()}
     return found

@@ -12,6 +12,7 @@ from planner.interchange.format import Format, Limit, check_known, degree, take
 from planner.interchange.limits import (
     model_dtype,
     nothing_gathered_again,
+    offload_to_host,
     own_products,
     together,
 )
@@ -42,12 +43,12 @@ SCHEDULES = {
     "1f1b": "1F1B",
     "gpipe": "GPipe",
     "interleaved_1f1b": "Interleaved1F1B",
-    "zero_bubble": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-OTHERS = ("LoopedBFS", "PipelineScheduleSingle", "PipelineScheduleMulti")
-LOOPED = ("interleaved_1f1b", "zbv", "dualpipev", "zero_bubble")
+LIKE = {"InterleavedZeroBubble": "interleaved_1f1b", "LoopedBFS": "interleaved_1f1b"}
+"""Schedules that we do not have, by the nearest that we have."""
+LOOPED = ("interleaved_1f1b", "zbv", "dualpipev")
 RESHARD = {3: "always", 2: "never"}
 CHECKPOINTS = {"full": "FullAC", "selective": "SelectiveAC"}
 
@@ -73,11 +74,9 @@ def write(d: Parallelism) -> str:
             parallel["pipeline_parallel_microbatch_size"] = micro
     if d.pipeline > 1:
         parallel["pipeline_parallel_schedule"] = SCHEDULES[d.schedule]
-        if d.stage_layers:
-            parallel["module_fqns_per_model_part"] = _parts(d.stage_layers)
-        elif d.virtual_stages > 1 and d.layers:
-            stages = d.pipeline * d.virtual_stages
-            parallel["pipeline_parallel_layers_per_stage"] = -(-(d.layers + 2) // stages)
+        stages = d.pipeline * d.virtual_stages
+        if d.stage_layers or (d.virtual_stages > 2 and d.layers and d.layers % stages == 0):
+            parallel["module_fqns_per_model_part"] = _parts(d.stage_layers or ((d.layers or 0) // stages,) * stages)
     if d.sequence is not None:
         training["seq_len"] = d.sequence
     training |= {"dtype": "float32", "mixed_precision_param": d.dtype}
@@ -155,27 +154,32 @@ def read(text: str) -> Parallelism:
     if reshard not in ("default", *RESHARD.values()):
         raise ConfigError(f"'fsdp_reshard_after_forward' is {reshard!r}; it is one of default, always, never")
     schedule, micro = take(parallel, "pipeline_parallel_schedule", str, "1F1B"), 1
-    named = {name.lower(): ours for ours, name in SCHEDULES.items()}
-    if schedule.lower() not in (*named, *(name.lower() for name in OTHERS)):
-        raise ConfigError(
-            f"'pipeline_parallel_schedule' is {schedule!r}; it is one of {', '.join((*SCHEDULES.values(), *OTHERS))}"
-        )
-    ours, pipeline = named.get(schedule.lower(), "gpipe"), sizes["pipeline"]
+    if parallel.get("pipeline_parallel_layers_per_stage") is not None:
+        raise ConfigError("'pipeline_parallel_layers_per_stage' is not read here: say 'module_fqns_per_model_part'")
+    named = {name.lower(): ours for ours, name in SCHEDULES.items()} | {name.lower(): LIKE[name] for name in LIKE}
+    if parallel.get("pipeline_parallel_schedule_csv"):
+        raise ConfigError("'pipeline_parallel_schedule_csv' is a schedule in a file of its own, which is not read here")
+    if schedule.lower() not in named:
+        known = ", ".join((*SCHEDULES.values(), *LIKE))
+        raise ConfigError(f"'pipeline_parallel_schedule' is {schedule!r}; it is one of {known}")
+    ours, pipeline = named[schedule.lower()], sizes["pipeline"]
     local = degree(training, "local_batch_size", 8)
     micro = degree(parallel, "pipeline_parallel_microbatch_size") if pipeline > 1 else local
     if micro < 1 or local % micro:
         raise ConfigError(f"'local_batch_size' {local} does not divide by 'pipeline_parallel_microbatch_size' {micro}")
     batch = take(training, "global_batch_size", int, -1)
-    if data == 1 or (data == -1 and reshard == "default"):
-        zero = 0 if data == 1 else 3
+    is_whole = data == 1 and sizes["context"] == 1
+    if is_whole or (data == -1 and reshard == "default"):
+        zero = 0 if is_whole else 3
     else:
         zero = 2 if reshard == "never" or (reshard == "default" and pipeline > 1) else 3
-    if data == 1:
+    if is_whole:
         sizes |= {"replicate": 1}
     found = replace(
         Parallelism(**sizes),  # type: ignore[arg-type]
-        data=degree(parallel, "data_parallel_replicate_degree") if data == 1 else max(data, REST),
+        data=degree(parallel, "data_parallel_replicate_degree") if is_whole else max(data, REST),
         zero=zero,
+        expert_tensor=1 if sizes["expert"] > 1 and sizes["tensor"] > 1 else 0,
         sequence_parallel=take(parallel, "enable_sequence_parallel", bool, True) and sizes["tensor"] > 1,
         context_kind=("zigzag_gather" if parallel.get("context_parallel_load_balancer", "headtail") else "gather")
         if sizes["context"] > 1
@@ -199,7 +203,9 @@ def read(text: str) -> Parallelism:
             raise ConfigError(
                 f"'module_fqns_per_model_part' has {stages} parts, which {pipeline} pipeline ranks do not divide"
             )
-        found = replace(found, virtual_stages=stages // pipeline)
+        is_even = len({*found.stage_layers}) == 1
+        layers, stage_layers = sum(found.stage_layers), () if is_even else found.stage_layers
+        found = replace(found, virtual_stages=stages // pipeline, layers=layers, stage_layers=stage_layers)
     if pipeline > 1 and (found.virtual_stages > 1) != (ours in LOOPED):
         raise ConfigError(
             f"'pipeline_parallel_schedule' {schedule} takes {'2 stages or more' if ours in LOOPED else '1 stage'} of "
@@ -258,9 +264,9 @@ LIMITS = (
     model_dtype(),
     own_products(TOOL),
     Limit(
-        "schedules have one version of weights",
+        "it has no such schedule",
         lambda d: d.pipeline > 1 and d.schedule not in SCHEDULES,
-        lambda d: replace(d, schedule="1f1b"),
+        lambda d: replace(d, schedule="interleaved_1f1b" if d.virtual_stages > 1 else "1f1b"),
     ),
     Limit(
         "keys are gathered, in zigzag order or not",
@@ -284,11 +290,7 @@ LIMITS = (
         lambda d: d.context > 1 and d.zero == 0,
         lambda d: replace(d, zero=2),
     ),
-    Limit(
-        "offload goes with FSDP, and to the host",
-        lambda d: d.offload == "disk" or (d.offload != "none" and d.zero == 0),
-        lambda d: replace(d, offload="host", zero=d.zero or 2),
-    ),
+    offload_to_host("FSDP"),
 )
 FORMAT = Format(
     "torchtitan",
@@ -298,7 +300,7 @@ FORMAT = Format(
     read,
     {
         **{ours: name for name, ours in SIZES.items()},
-        "zero": "fsdp_reshard_after_forward",
+        "zero": "fsdp_reshard_after_forward, data_parallel_shard_degree",
         "sequence_parallel": "enable_sequence_parallel",
         "schedule": "pipeline_parallel_schedule",
         "stage_layers": "module_fqns_per_model_part",

@@ -244,6 +244,7 @@ class Plan(Document):
 
         Raises:
             ConfigError: there is no such format.
+            PlanError: the plan was read from a file whose details of operators were taken out.
             InputError: the time limit is not positive.
         """
         from planner.plan.exchange.export import export

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,12 +58,27 @@ def test_what_a_page_names_exists(page: Path) -> None:
     assert not missing
 
 
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts that write pages can be imported."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+
+
+@pytest.mark.usefixtures("scripts")
+def test_what_works_with_what_is_what_records_have() -> None:
+    import compatibility
+
+    assert compatibility.PAGE.read_text(encoding="utf-8") == compatibility.page(), "run python docs/compatibility.py"
+    ran, pinned = compatibility.record("integrations"), (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    for name in ("accelerate", "lightning", "peft", "trl", "transformers"):
+        assert f"{name}=={ran['circumstances'][name]}" in pinned, "run python -m benchmarks integrations"
+    assert max(run["error"] for run in ran["results"] if not run["recipe"].startswith("TRL")) < 1e-9
+
+
+@pytest.mark.usefixtures("scripts")
 def test_the_picture_and_the_tables_of_rooms_are_todays() -> None:
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import rooms
-    finally:
-        sys.path.remove(str(ROOT / "docs"))
+    import rooms
+
     assert rooms.PICTURE.read_text(encoding="utf-8") == rooms.picture(), "run python docs/rooms.py"
     page = rooms.PAGE.read_text(encoding="utf-8")
     assert page == rooms.page(page), "run python docs/rooms.py"

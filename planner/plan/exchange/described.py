@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from planner.base.errors import PlanError
 from planner.base.formatting import GATHERED_AGAIN
 from planner.interchange.parallelism import Loss, Parallelism, Recomputation
 from planner.ir.layout import MICRO
@@ -26,7 +27,7 @@ from planner.plan.document.axis_uses import (
     stored_whole,
     work_of,
 )
-from planner.plan.document.document import Document
+from planner.plan.document.document import EVALUATE, Document
 
 KINDS = {"columns": "column", "rows": "row", "vocabulary": "vocabulary", "features": "features"}
 WAYS = {QUERY: "gather", ZIGZAG: "zigzag_gather", RING: "ring", ZIGZAG_RING: "zigzag"}
@@ -50,25 +51,34 @@ class Layers:
     pieces: bool
 
     @classmethod
-    def of(cls, document: Document) -> Layers:
-        """The largest family of blocks that are alike but for a number in their name."""
+    def of(cls, blocks: Mapping[str, Sequence[int]]) -> Layers:
+        """The largest family of blocks that are alike but for a number in their name.
+
+        Args:
+            blocks: distinct ones by name, and the numbers of their instances.
+        """
         families = Counter[str]()
-        for block in document.blocks:
-            if found := LAYER.match(block.name):
-                families[found[1]] += block.count
+        for name, numbers in blocks.items():
+            if found := LAYER.match(name):
+                families[found[1]] += len(numbers)
         if not families:
             return cls("", (), False)
         path = families.most_common(1)[0][0]
-        own = [block for block in document.blocks if block.name.startswith(f"{path}.")]
-        whole = [block for block in own if LAYER.fullmatch(block.name)]
-        numbers = sorted(number for block in whole for number in block.at)
-        return cls(f"{path}.*", tuple(numbers), len(whole) < len(own))
+        own = {name: numbers for name, numbers in blocks.items() if name.startswith(f"{path}.")}
+        whole = [numbers for name, numbers in own.items() if LAYER.fullmatch(name)]
+        return cls(f"{path}.*", tuple(sorted(n for numbers in whole for n in numbers)), len(whole) < len(own))
 
 
 def described(document: Document) -> tuple[Parallelism, list[Loss]]:
-    """The description of a plan, and what of the plan it leaves out whatever the format."""
+    """The description of a plan, and what of the plan it leaves out whatever the format.
+
+    Raises:
+        PlanError: the plan has no details of its operators.
+    """
+    if not document.account.blocks:
+        raise PlanError(f"to say what a plan's axes are for, its details are needed: get them with {EVALUATE}")
     losses: list[Loss] = []
-    layers = Layers.of(document)
+    layers = Layers.of({block.name: block.at for block in document.blocks})
     degrees = _degrees(document, losses)
     zero = _zero(document, degrees.pop("sharded"), losses)
     recompute, recompute_layers = _recompute(document, layers, losses)
@@ -235,16 +245,14 @@ def _products_in(operators: tuple[str, ...]) -> bool:
 
 
 def _products(document: Document) -> dict[str, str]:
-    """By what the ranks of the tensor axis share each module's weight."""
+    """By what the ranks of tensor axes share each module's weight."""
     axes = [at for at, kind in _kinds(document).items() if kind == "tensor"]
     found: dict[str, str] = {}
-    if len(axes) != 1:
-        return found
     for block, detail in zip(document.blocks, document.account.blocks, strict=False):
         for name, op in detail.ops.items():
-            kind = KINDS.get(op.meaning[axes[0]])
-            if kind is not None and op.parameters and name in block.ops and op.path:
-                strips = block.ops[name].split()[axes[0]].partition("/")[2]
+            at = next((at for at in axes if op.meaning[at] in KINDS), None)
+            if at is not None and op.parameters and name in block.ops and op.path:
+                kind, strips = KINDS[op.meaning[at]], block.ops[name].split()[at].partition("/")[2]
                 found.setdefault(op.path, f"{kind}/{strips}" if strips else kind)
     return found
 

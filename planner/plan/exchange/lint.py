@@ -7,6 +7,7 @@ to it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import MICRO
 from planner.ops import OPS, attends
+from planner.plan.document.fingerprint import dtypes
+from planner.plan.exchange.described import Layers
 from planner.plan.exchange.export import searched
 from planner.search.branch_and_bound import Searched
 from planner.search.search import search
@@ -32,6 +35,7 @@ from planner.search.search_context import Progress
 
 HELPS = 0.01
 """A change helps from this part of a step on."""
+HALF = ("bfloat16", "float16")
 EACH_S = 2.0
 """So long is looked for what a changed configuration takes, at most."""
 
@@ -71,6 +75,7 @@ class Lint:
         usable_bytes: of a device.
         best: the fastest plan's cost, and ``mesh`` its axes; ``None``: not looked for, or none was found.
         change: the one that helps most of those that change one thing.
+        note: what to take the figures with; empty: nothing.
     """
 
     format: Format
@@ -82,6 +87,7 @@ class Lint:
     best: Cost | None = None
     mesh: str = ""
     change: Improvement | None = None
+    note: str = ""
 
     @property
     def runs(self) -> bool:
@@ -106,7 +112,9 @@ class Lint:
         if self.cost is not None:
             yield f"  fits: {self._memory(self.cost)}"
             yield f"  takes: {in_seconds(self.cost.step_s)} a step"
-        if self.best is not None:
+        if self.best is not None and self.cost is not None and self.best.step_s >= self.cost.step_s:
+            yield "  best: nothing faster was found in the time"
+        elif self.best is not None:
             less = 1 - self.best.step_s / self.cost.step_s if self.cost is not None else 0.0
             yield f"  best: {in_seconds(self.best.step_s)} a step{self._less(less)}, {self.mesh}"
         if self.change is not None:
@@ -117,6 +125,8 @@ class Lint:
             )
         elif self.best is not None and self.cost is not None:
             yield "  change: none of one thing makes it faster"
+        if self.note:
+            yield f"  note: {self.note}"
 
     def _memory(self, cost: Cost) -> str:
         if len(cost.rank_bytes) == 1:
@@ -153,33 +163,38 @@ def lint(
     form = guess(text) if format_name is None else format_of(format_name)
     sizes = model_sizes(graph)
     d, wrong = check(text, form, sizes, cluster.world_size)
-    found = Lint(form, d, tuple(wrong), usable_bytes=cluster.device.usable_bytes)
-    if d is None or found.mistakes or not time_limit_s:
+    found = Lint(form, d, tuple(wrong), usable_bytes=cluster.device.usable_bytes, note=_note(d, graph))
+    if not time_limit_s:
         return found
 
     def cost(d: Parallelism, limit_s: float) -> Cost:
         return cost_of(searched(graph, cluster, d, training, limit_s))
 
-    until = time.monotonic() + time_limit_s
-    if progress is not None:
-        progress("planning what the configuration says")
+    until, say = time.monotonic() + time_limit_s, progress or (lambda text: None)
+    say("looking for the best plan")
+    with contextlib.suppress(AutoparError):  # where nothing fits, what the configuration says does not, and says so
+        best = search(graph, cluster, Pins(), training, time_limit_s=time_limit_s / 3, gap=HELPS, progress=progress)
+        found = replace(found, best=cost_of(best), mesh=_told(best))
+    if d is None or found.mistakes:
+        return found
+    say("planning what the configuration says")
     try:
         found = replace(found, cost=cost(d, time_limit_s / 3))
     except InfeasibleError as error:
         found = replace(found, misfit=str(error))
     except AutoparError as error:
-        return replace(found, misfit=f"our model has no plan that is so: {error}")
-    if progress is not None:
-        progress("looking for the best plan")
-    try:
-        best = search(graph, cluster, Pins(), training, time_limit_s=time_limit_s / 3, gap=HELPS, progress=progress)
-        found = replace(found, best=cost_of(best), mesh=_told(best))
-    except AutoparError:
-        pass
-    if progress is not None:
-        progress("trying changes")
+        return replace(found, note=f"what it takes is not known, since our planner has no such plan: {error}")
+    say("trying changes")
     tried = (each for each in neighbours(d, sizes) if _may(each, form, sizes, cluster))
     return replace(found, change=_change(d, form, found.cost, tried, cost, until))
+
+
+def _note(d: Parallelism | None, graph: Graph) -> str:
+    """Whether the model is in another dtype than the configuration computes in."""
+    dtype = dtypes(graph)["compute"].partition(",")[0]
+    if d is None or d.dtype not in HALF or dtype in HALF:
+        return ""
+    return f"it computes in {d.dtype}, and figures are of the model as it is given, in {dtype}: give it in {d.dtype}"
 
 
 def _told(found: Searched) -> str:
@@ -200,15 +215,19 @@ def model_sizes(graph: Graph) -> ModelSizes:
     """What of a model must divide by degrees of parallelism."""
     inputs = [leaf.results[0].shape for leaf in graph.leaves if leaf.op == "input"]
     rules = [rule_of(graph, node) for node in graph.operators if attends(node.op)]
-    experts = [rule_of(graph, node).sizes["e"] for node in graph.operators if node.op == "experts"]
+    shared = [(node, OPS[node.op].labels.get("expert", "")) for node in graph.operators if node.op in OPS]
+    experts = [rule_of(graph, node).sizes.get(factor, 0) for node, factor in shared if factor]
     heads = [(rule.sizes.get("kv", 0), rule.sizes.get("group", 1)) for rule in rules if rule.sizes.get("kv")]
     projected = [count for node in graph.operators if attends(node.op) if (count := _projected_heads(graph, node))]
     folded = fold(graph)
-    counts = [sum(each.kind == kind for each in folded.instances) for kind in range(len(folded.kinds))]
+    numbers: dict[str, list[int]] = {}
+    for number, instance in enumerate(folded.instances):
+        numbers.setdefault(folded.names[instance.kind], []).append(number)
+    layers = Layers.of(numbers)
     return ModelSizes(
         batch=inputs[0][0] if inputs and inputs[0] else 0,
         sequence=inputs[0][1] if inputs and len(inputs[0]) > 1 and heads else 0,
-        layers=max(counts) if counts and max(counts) > 1 else 0,
+        layers=0 if layers.pieces else len(layers.numbers),
         heads=min((kv * group for kv, group in heads), default=0),
         key_value_heads=min((*projected, *(kv for kv, _ in heads)), default=0),
         experts=min(experts, default=0),
@@ -218,11 +237,17 @@ def model_sizes(graph: Graph) -> ModelSizes:
 def _projected_heads(graph: Graph, node: Node) -> int:
     """Heads of keys as an attention's keys are projected, before they are repeated for all queries; 0: not seen."""
     query, key = graph.type_of(node.inputs[0]).shape, graph.type_of(node.inputs[1]).shape
-    made = graph.by_name[node.inputs[1].node]
-    while made.inputs and not _projects(made):
-        made = graph.by_name[made.inputs[0].node]
-    features = made.results[0].shape[-1] if _projects(made) and len(query) > 2 else 0
-    return features // key[-1] if features % key[-1] == 0 and features <= query[-3] * key[-1] else 0
+    if len(query) < 3:
+        return 0
+    near, seen = [graph.by_name[node.inputs[1].node]], set[str]()
+    while near:
+        made = near.pop(0)
+        if _projects(made):
+            features = made.results[0].shape[-1]
+            return features // key[-1] if features % key[-1] == 0 and features <= query[-3] * key[-1] else 0
+        near += [graph.by_name[ref.node] for ref in made.inputs if ref.node not in seen]
+        seen.update(ref.node for ref in made.inputs)
+    return 0
 
 
 def _projects(node: Node) -> bool:

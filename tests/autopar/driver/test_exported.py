@@ -11,15 +11,16 @@ import pytest
 import autopar
 from autopar import ClusterSpec
 from autopar.measure.local_processes import LocalProcesses
+from planner.interchange.accelerate import SIZES
+from planner.plan.plan import Plan
 from tests.autopar.exported import batch, llama, run_fsdp2, run_hf
 
 pytestmark = pytest.mark.processes
+EXCHANGE = Path(__file__).parents[2] / "planner" / "golden" / "exchange"
 PINS: dict[str, dict[str, Any]] = {
-    "data": {"data": 4, "zero": 3, "micro_batches": 2, "pipeline": 1},
-    "copies and shards, recomputing": {"replicate": 2, "data": 2, "zero": 2, "recompute": "full", "micro_batches": 1},
+    "copies and shards, recomputing": {"replicate": 2, "data": 2, "zero": 3, "recompute": "full", "micro_batches": 2},
     "tensor, recomputing": {"data": 2, "tensor": 2, "zero": 3, "recompute": "selective", "micro_batches": 1},
-    "pipeline": {"pipeline": 2, "data": 2, "zero": 1, "micro_batches": 2, "schedule": "1f1b"},
-    "interleaved": {"pipeline": 2, "data": 2, "zero": 0, "micro_batches": 4, "virtual_stages": 2},
+    "interleaved, sharded": {"pipeline": 2, "data": 2, "zero": 1, "micro_batches": 4, "virtual_stages": 2},
 }
 
 
@@ -38,14 +39,26 @@ def test_fsdp2_code_gives_the_loss_and_the_gradients_of_the_original(
     assert sum({*processes.run(run_fsdp2, exported.text)}) >= 39
 
 
-@pytest.mark.parametrize("name", ["data", "tensor"])
 def test_transformers_makes_of_its_configuration_a_model_with_the_original_s_loss_and_gradients(
-    processes: LocalProcesses, tmp_path: Path, name: str
+    processes: LocalProcesses, tmp_path: Path
 ) -> None:
     pytest.importorskip("accelerate", reason="Transformers loads sharded models with it")
-    pin = {"data": {"data": 4, "zero": 3}, "tensor": {"data": 2, "tensor": 2, "zero": 3}}[name]
-    plan = autopar.plan(llama(), ClusterSpec.local(4), example_kwargs=batch(), pin={**pin, "micro_batches": 1})
+    pin = {"data": 2, "tensor": 2, "zero": 3, "micro_batches": 1}
+    plan = autopar.plan(llama(), ClusterSpec.local(4), example_kwargs=batch(), pin=pin)
     exported = plan.export("hf", time_limit_s=1)
     model: Any = llama()
     model.save_pretrained(tmp_path)
     assert min(processes.run(run_hf, exported.text, str(tmp_path))) == 39
+
+
+@pytest.mark.parametrize("name", ["dense", "pipelined", "sequence", "sparse"])
+def test_accelerate_reads_what_is_written_for_it(tmp_path: Path, name: str) -> None:
+    launch = pytest.importorskip("accelerate.commands.launch")
+    exported = Plan.load(EXCHANGE / f"{name}.json").export("accelerate")
+    exported.save(tmp_path / "config.yaml")
+    words = ["--config_file", str(tmp_path / "config.yaml"), "train.py"]
+    args, _, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
+    assert args.use_fsdp and int(args.fsdp_version) == 2 and int(args.num_processes) == 8
+    said = {ours: int(getattr(args, f"parallelism_config_{name}")) for name, ours in SIZES.items()}
+    assert said == {ours: getattr(exported.description, ours) for ours in SIZES.values()}
+    assert (str(args.fsdp_reshard_after_forward).lower() == "true") == (exported.description.zero == 3)

@@ -7,6 +7,7 @@ devices.
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -274,3 +275,20 @@ def test_sizes_that_the_model_lacks_are_not_checked() -> None:
     assert "the model has none: set ep_size to 1" in str(
         check(hf(fsdp_size=8, ep_size=8), format_of("hf"), bare, 8)[1][0]
     )
+
+
+JUNK = ("null", "None", "true", "-1", "0", "9" * 20, "1.5", '"x"', "[]", "{}", "[[1]]", '{"a": 1}', "(", "NaN", "$X")
+VALUE = re.compile(r'-?\d+|"[^"]*"|true|True|\{[^{}]*\}|\[[^\[\]]*\]')
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_damaged_text_is_read_or_refused_without_a_raw_error(name: str) -> None:
+    draw = random.Random(0)
+    for text in (*GOOD[name], *(text for text, _ in MISTAKES[name])):
+        for _ in range(40):
+            damaged = text
+            for _ in range(draw.randint(1, 3)):
+                spans = [*(found.span() for found in VALUE.finditer(damaged)), (draw.randint(0, len(damaged)),) * 2]
+                start, end = draw.choice(spans)
+                damaged = damaged[:start] + draw.choice((*JUNK, "")) + damaged[end:]
+            check(damaged, format_of(name), MODEL, 8)

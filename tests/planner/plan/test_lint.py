@@ -60,13 +60,22 @@ def test_what_does_not_fit_is_said_with_a_change_that_does() -> None:
     assert "runs, and does not fit" in str(found)
 
 
-def test_what_does_not_run_is_not_planned() -> None:
+def test_of_what_does_not_run_the_best_plan_is_said_alone() -> None:
     found = linted(json.dumps({"tp_size": 3, "fsdp_size": 1}))
+    assert found.best is not None
+    assert found.change is None
     assert not found.runs
     assert found.cost is None
     assert "set fsdp_size" in str(found) or "take degrees" in str(found)
     with pytest.raises(ConfigError, match="there is no format 'yaml'"):
         lint("{}", "yaml", MLP, cluster(4), Training())
+
+
+def test_a_model_in_another_dtype_is_noted() -> None:
+    config = json.loads(deepspeed(3)) | {"bf16": {"enabled": True}}
+    found = linted(json.dumps(config), limit_s=0)
+    assert "it computes in bfloat16, and figures are of the model as it is given, in float32" in found.note
+    assert found.note in " ".join(str(found).split())
 
 
 def test_sizes_are_those_of_the_graph() -> None:

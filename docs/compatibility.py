@@ -1,0 +1,151 @@
+"""Writes ``compatibility.md`` from records of executed checks: ``python docs/compatibility.py``.
+
+Nothing in the page is claimed by hand: a cell counts runs in ``benchmarks/results``, and every record says of which
+versions it is. A part of the page is a function in ``PARTS``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+ROOT, PAGE = DOCS.parent, DOCS / "compatibility.md"
+RESULTS = ROOT / "benchmarks" / "results"
+INTRODUCTION = """# What works with what
+
+Written by `python docs/compatibility.py` from records of checks that were run, to which
+[a test](../tests/planner/test_docs.py) holds it.
+"""
+
+
+def record(name: str) -> dict[str, Any]:
+    """A record of ``benchmarks/results``."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def page() -> str:
+    """The page as the records have it."""
+    return "\n".join([INTRODUCTION, *(f"{part().strip()}\n" for part in PARTS)])
+
+
+def models() -> str:
+    """Models under plans: how many runs equal the original."""
+    runs: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for row in record("zoo")["rows"]:
+        for column in _ways_of_zoo(row["plan"]):
+            runs[row["model"]][column].append(row["status"])
+    for name in ("zoo_micro_batched", "zoo_tiers"):
+        for row in record(name)["results"]:
+            for column in _ways_of_pin(row["pin"]):
+                runs[row["model"]][column].append(row["status"])
+    columns = [each for each in COLUMNS if any(each in found for found in runs.values())]
+    rows = [[model, *(_count(found[column]) for column in columns)] for model, found in sorted(runs.items())]
+    return f"""## Models and parallelisms
+
+How many runs under such a plan equal the original, in float64, outputs, gradients and buffers, of how many; on meshes
+of up to eight ranks. Those with a pipeline, micro-batches or offload ran on processes, the others on all ranks of the
+mesh in one process. An empty cell was not run; *n/a* are plans that the model has no operator for, which is an error
+that says so. Records: [zoo](../benchmarks/results/zoo.md), [micro-batched](../benchmarks/results/zoo_micro_batched.md),
+[tiers](../benchmarks/results/zoo_tiers.md).
+
+{_table(["model", *columns], rows)}
+"""
+
+
+COLUMNS = (
+    *("searched", "random", "data", "ZeRO 3", "tensor", "sequence", "context", "pipeline", "micro-batches"),
+    *("recompute", "offload"),
+)
+
+
+def _ways_of_zoo(plan: str) -> list[str]:
+    if plan.startswith(("search", "random")):
+        return ["searched" if plan.startswith("search") else "random"]
+    ways = {"data": "data", "zero 3": "ZeRO 3", "tensor": "tensor", "sequence": "sequence", "context": "context"}
+    return [ways[word] for word in re.split(r" x | \+ |, ", plan)]
+
+
+def _ways_of_pin(pin: Mapping[str, Any]) -> list[str]:
+    ways = {"data": "data", "tensor": "tensor", "sequence_parallel": "sequence", "context": "context"}
+    found = [ways[name] for name in pin if name in ways]
+    found += ["ZeRO 3"] * (pin.get("zero") == 3) + ["pipeline"] * (pin.get("pipeline", 1) > 1)
+    found += ["micro-batches"] * (pin.get("micro_batches", 1) > 1)
+    found += ["recompute"] * (pin.get("recompute", "none") != "none") + ["offload"] * ("offload" in pin)
+    return found
+
+
+def _count(statuses: Sequence[str]) -> str:
+    run = [status for status in statuses if status != "n/a"]
+    if not run:
+        return "n/a" if statuses else ""
+    return f"{sum(status == 'equal' for status in run)} of {len(run)}"
+
+
+def loops() -> str:
+    """Other training loops: recipes that were run."""
+    rows = [
+        [
+            f"[{run['recipe']}](integrations.md#{re.sub(r'[^a-z -]', '', run['recipe'].lower()).replace(' ', '-')})",
+            str(run["processes"]),
+            ", ".join(f"{name} {value}" for name, value in run["pin"].items()),
+            "state of four processes" if run["goes_on"] else "start",
+            f"{run['values']} values within {run['error']:.0e}",
+        ]
+        for run in record("integrations")["results"]
+    ]
+    return f"""## Training loops
+
+Recipes as the page has them, beside the framework's own class in one process, every process compared; TRL computes in
+float32. What cannot be served is [listed there](integrations.md#what-cannot-be-served).
+
+{_table(["recipe", "processes", "plan", "from", "equal to one process"], rows)}
+"""
+
+
+def versions() -> str:
+    """Which versions the records are of, and which may be installed."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    least: dict[str, set[str]] = defaultdict(set)
+    for package, lowest in re.findall(r"\"([\w-]+)>=([\d.]+)", project):
+        least[package].add(lowest)
+    least["python"] = {*re.findall(r'requires-python = ">=([\d.]+)', project)}
+    ran: dict[str, set[str]] = defaultdict(set)
+    dates = []
+    for name in RECORDS:
+        found = record(name)
+        facts = found.get("circumstances") or found["machine"]
+        dates.append(f"{name.replace('_', ' ')} of {(facts.get('when') or facts['date'])[:10]} at {facts['commit']}")
+        for package in PACKAGES:
+            if package in facts:
+                ran[package].add(str(facts[package]))
+    rows = [[name, " or ".join(sorted(least[name])), ", ".join(sorted(ran[name]))] for name in PACKAGES]
+    return f"""## Versions
+
+{_table(["package", "oldest", "run for this page"], rows)}
+
+Where two are named, the newer one is what training loops need. The test suite runs with the versions of
+`constraints.txt`, and with the oldest by `make test-oldest`. Records: {"; ".join(dates)}.
+"""
+
+
+RECORDS = ("zoo", "zoo_micro_batched", "zoo_tiers", "integrations")
+PACKAGES = (
+    *("python", "torch", "transformers", "spmd_types", "ortools", "numpy"),
+    *("accelerate", "lightning", "trl", "peft", "datasets"),
+)
+PARTS: tuple[Callable[[], str], ...] = (models, loops, versions)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

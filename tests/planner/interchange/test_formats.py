@@ -1,0 +1,78 @@
+"""Whatever a description says, each format rounds it to what it can say, says that, and reads it again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from planner.interchange.formats import FORMATS
+from planner.interchange.parallelism import WORDS, Parallelism, Recomputation, resolved
+from planner.solve.pipeline.schedule import VIRTUAL_STAGES
+
+ELSEWHERE = {
+    "fsdp2": {"dtype"},
+    "hf": {"dtype", "micro_batches", "recompute", "context_kind"},
+    "accelerate": {"micro_batches", "products", "dtype"},
+    "torchtitan": {"products"},
+    "megatron": {"products"},
+    "deepspeed": {"recompute"},
+}
+"""What each format leaves to code, or to the tool, so that it is not in the text."""
+LINEAR = {"model.layers.*.self_attn.q_proj": "column", "model.layers.*.self_attn.o_proj": "row", "lm_head": "column"}
+
+
+def descriptions(count: int) -> Iterator[Parallelism]:
+    """Random ones, of a model of 16 layers and a batch that all degrees divide."""
+    draw = random.Random(0)
+    while count:
+        degrees = {name: draw.choice((1, 1, 2, 4)) for name in ("replicate", "data", "tensor", "context", "pipeline")}
+        schedule, virtual = "1f1b", 1
+        if degrees["pipeline"] > 1:
+            schedule = draw.choice([*VIRTUAL_STAGES])
+            least, most = VIRTUAL_STAGES[schedule]
+            virtual = draw.choice((least, most or 2 * least))
+        stages = degrees["pipeline"] * virtual
+        uneven = 1 < stages < 16 and draw.random() < 0.3 and schedule in ("1f1b", "interleaved_1f1b")
+        zero = draw.choice((0, 1, 2, 3)) if degrees["data"] * degrees["context"] > 1 else 0
+        if not zero:
+            degrees["data"], degrees["replicate"] = degrees["data"] * degrees["replicate"], 1
+        inner = degrees["data"] * degrees["context"] * degrees["tensor"]
+        expert, kinds = draw.choice([1, 1, 1, inner]), ("gather", "zigzag", "ring", "ulysses", "hybrid")
+        recompute: Recomputation = draw.choice(("none", "resharded", "selective", "full"))
+        yield Parallelism(
+            **degrees,
+            zero=zero,
+            sequence_parallel=degrees["tensor"] > 1 and draw.random() < 0.5,
+            context_kind=draw.choice(kinds) if degrees["context"] > 1 else "",
+            expert=expert,
+            expert_tensor=1 if expert > 1 and degrees["tensor"] > 1 else 0,
+            schedule=schedule,
+            virtual_stages=virtual,
+            stage_layers=(16 - (stages - 1), *[1] * (stages - 1)) if uneven else (),
+            micro_batches=draw.choice((1, 4, 8)),
+            recompute=recompute,
+            recompute_layers=draw.choice((None, 8)) if recompute in ("selective", "full") else None,
+            dtype=draw.choice(("float64", "float32", "bfloat16", "float16")),
+            offload=draw.choice(("none", "none", "host", "disk")),
+            products=LINEAR if degrees["tensor"] > 1 else {},
+            batch=1024,
+            sequence=2048,
+            layers=16,
+            layer_path="model.layers.*",
+        )
+        count -= 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_rounded_is_written_and_read_again(name: str) -> None:
+    form = FORMATS[name]
+    for d in descriptions(400):
+        rounded, losses = form.round(d)
+        assert rounded.size == d.size, "ranks of what cannot be said do something else"
+        assert form.round(rounded)[0] == rounded, "once rounded, nothing is left to round"
+        assert bool(losses) >= (rounded != d), "what is rounded is said"
+        found = resolved(form.read(form.write(rounded)), d.size, d.batch)
+        differ = {each for each in WORDS if getattr(found, each) != getattr(rounded, each)}
+        assert differ <= ELSEWHERE[name], (d, [(each, getattr(rounded, each), getattr(found, each)) for each in differ])
