@@ -2,7 +2,7 @@
 
 python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
                      [million] [rsa] [integrations] [pipeline] [schedules] [transfer schedule] [offload] [tables]
-                     [fuzz [files]] [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
+                     [cached] [fuzz [files]] [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -639,12 +639,6 @@ def placements() -> None:
     print(record.write("tables", "Placed embedding tables", notes, rows, [asdict(r) for r in found], facts), flush=True)
 
 
-def embedding_tables() -> None:
-    """Tables that are placed on ranks, and one that is cached."""
-    placements()
-    cached()
-
-
 def cached() -> None:
     """A cached table in a file, and what one of Criteo's full size is predicted to do."""
     facts = record.circumstances()
@@ -791,7 +785,8 @@ PARTS: dict[str, Callable[[], None]] = {
     "pipeline": pipelines,
     "schedules": schedules_run,
     "transfer_schedule": transfer_schedules,
-    "tables": embedding_tables,
+    "tables": placements,
+    "cached": cached,
     "offload": offloads,
     "gpu_offload": gpu_offloads,
     "gpu_steps": gpu_steps,
