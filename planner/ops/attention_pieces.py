@@ -182,25 +182,38 @@ class QueryShards:
         return _forms(self, queries, keys, seen)
 
 
-@lru_cache(maxsize=4096)
 def _forms(shards: QueryShards, queries: int, keys: int, seen: Sight) -> Counter[tuple[int, int, bool]]:
-    """See :meth:`QueryShards.pieces`. Of a ring's blocks of keys that lie alike to the queries one is looked at."""
+    """See :meth:`QueryShards.pieces`. Of a ring's blocks of keys that lie alike to the queries one is looked at; sizes
+    may be symbols (:mod:`planner.base.symbolic_int`).
+    """
     length, strip = queries * shards.ranks, queries * shards.ranks // shards.strips
     run, columns = queries // shards.strips, keys
     starts = [(number + 1) * strip - run for number in range(shards.strips)]
-    firsts = np.arange(shards.ring).reshape(-1, 1) * keys
     if shards.is_zigzag:
         run, starts = queries // 2, [*zigzag(shards.ranks - 1, shards.ranks, length)]
     if shards.is_zigzag and shards.ring > 1:
-        columns, firsts = keys // 2, np.array([zigzag(block, shards.ring, length) for block in range(shards.ring)])
-    behind = columns + (0 if seen.window is None else seen.window - 1)
-    lies = (firsts[:, :, None] - np.array(starts)).clip(-behind, run).reshape(len(firsts), -1)
-    _, places, counts = np.unique(lies, axis=0, return_index=True, return_counts=True)
+        columns = keys // 2
     found = Counter[tuple[int, int, bool]]()
-    for each, times in zip(firsts[places].tolist(), counts.tolist(), strict=True):
-        for part in pieces(starts, run, each, columns, seen):
+    for block, times in _unlike(shards, int(keys), tuple(map(int, starts)), int(run), seen.window):
+        firsts = [block * keys] if columns is keys else [*zigzag(block, shards.ring, length)]
+        for part in pieces(starts, run, firsts, columns, seen):
             found[part.form] += times
     return found
+
+
+@lru_cache(maxsize=4096)
+def _unlike(
+    shards: QueryShards, keys: int, starts: tuple[int, ...], run: int, window: int | None
+) -> list[tuple[int, int]]:
+    """A ring's blocks of keys that lie otherwise to the queries than all before, and how many lie like each."""
+    columns, firsts = keys, np.arange(shards.ring).reshape(-1, 1) * keys
+    if shards.is_zigzag and shards.ring > 1:
+        length = keys * shards.ring
+        columns, firsts = keys // 2, np.array([zigzag(block, shards.ring, length) for block in range(shards.ring)])
+    behind = columns + (0 if window is None else window - 1)
+    lies = (firsts[:, :, None] - np.array(starts)).clip(-behind, run).reshape(len(firsts), -1)
+    _, places, counts = np.unique(lies, axis=0, return_index=True, return_counts=True)
+    return [*zip(places.tolist(), counts.tolist(), strict=True)]
 
 
 UNSHARDED = QueryShards()

@@ -117,7 +117,7 @@ def test_one_size_moves(name, moved):
 
 
 def test_what_is_gathered_again_moves_with_the_sizes():
-    check("gpt2", {"context": 4, "recompute": "resharded"}, **LARGER)
+    check("gpt2", {"context": 4, "context_kind": "ulysses", "recompute": "resharded"}, **LARGER)
 
 
 @pytest.mark.parametrize("name", ["llama", "shared-layers"])
