@@ -1,7 +1,7 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
-                     [million] [integrations] [pipeline] [schedules] [transfer schedule] [offload] [tables]
+                     [million] [integrations] [pipeline] [schedules] [transfer schedule] [offload] [tables] [cached]
                      [fuzz [files]] [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
@@ -610,12 +610,6 @@ def placements() -> None:
     print(record.write("tables", "Placed embedding tables", notes, rows, [asdict(r) for r in found], facts), flush=True)
 
 
-def embedding_tables() -> None:
-    """Tables that are placed on ranks, and one that is cached."""
-    placements()
-    cached()
-
-
 def cached() -> None:
     """A cached table in a file, and what one of Criteo's full size is predicted to do."""
     facts = record.circumstances()
@@ -761,7 +755,8 @@ PARTS: dict[str, Callable[[], None]] = {
     "pipeline": pipelines,
     "schedules": schedules_run,
     "transfer_schedule": transfer_schedules,
-    "tables": embedding_tables,
+    "tables": placements,
+    "cached": cached,
     "offload": offloads,
     "gpu_offload": gpu_offloads,
     "gpu_steps": gpu_steps,

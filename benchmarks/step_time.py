@@ -7,7 +7,7 @@ under torch's ``MemTracker`` for their peaks. Tensor parallel: a GPT with one li
 ``{"tensor": n}`` against ``parallelize_module`` with column and row styles, vocabulary included. Pipeline: the same
 GPT, ours pinned ``{"pipeline": n, "micro_batches": 8, "schedule": "1f1b"}`` against ``torch.distributed.pipelining``'s
 ``Schedule1F1B`` over stages written by hand with the same cut. Experts: a mixture of experts, ours pinned
-``{"expert": n}`` against all-to-alls written by hand. Both sides train
+``{"expert": n}``, tokens dispatched, against all-to-alls written by hand. Both sides train
 the same model on the same batches from the same weights with the same optimizer, and the losses must agree. The
 optimizer is torch's fused AdamW: its default walks over parameters one by one, which costs several times more on
 DTensors than on plain tensors.
@@ -85,7 +85,8 @@ class Case:
         if self.kind == "pipeline":
             return {"pipeline": self.ranks, "micro_batches": MICRO_BATCHES, "schedule": "1f1b"}
         if self.kind == "expert":
-            return {"expert": self.ranks, "zero": 0, "pipeline": 1, "micro_batches": 1}
+            dispatched = {"layers": {"": {"expert": "t.dispatch"}}}
+            return {"expert": self.ranks, "zero": 0, "pipeline": 1, "micro_batches": 1, **dispatched}
         return {"tensor": self.ranks} if self.kind == "tensor" else {"data": self.ranks, "zero": ZERO[self.kind]}
 
 

@@ -1,6 +1,7 @@
 """The zoo: every model under every plan, on all ranks in one process, against the original in float64.
 
-``python -m benchmarks.zoo [MODEL ...]`` prints progress and writes ``results/zoo.md`` and ``results/zoo.json``.
+``python -m benchmarks.zoo [MODEL ...]`` prints progress and writes ``results/zoo.md`` and ``results/zoo.json``. Where
+models are named, rows of the others stay as they were recorded.
 """
 
 from __future__ import annotations
@@ -44,10 +45,9 @@ def main(models: Sequence[str]) -> int:
             for row in done.result():
                 if row["status"] == "FAILED":
                     print(f"  FAILED {row['model']} {row['mesh']} {row['plan']}: {row['why']}", flush=True)
-    seconds = time.monotonic() - start
-    if not models:
-        write(rows, seconds, facts)
-    print(told(rows, seconds))
+    rows = [row | {"commit": facts["commit"]} for row in rows]
+    print(told(rows))
+    write([*(row for row in recorded() if row["model"] not in chosen), *rows], facts)
     return sum(row["status"] == "FAILED" for row in rows)
 
 
@@ -89,15 +89,25 @@ def run(model: str, sizes: str) -> list[dict[str, object]]:
     return rows
 
 
-def told(rows: Sequence[dict[str, Any]], seconds: float) -> str:
+def told(rows: Sequence[dict[str, Any]]) -> str:
     """One line about everything."""
+    seconds = sum(row["seconds"] for row in rows)
     errors = (max(row["outputs"], row["gradients"], row["buffers"]) for row in rows if "outputs" in row)
-    return f"{summary(rows, errors)}; {seconds / 60:.0f} minutes on {PROCESSES} processes"
+    return f"{summary(rows, errors)}; {seconds / 60:.0f} minutes of one process"
 
 
-def write(rows: Sequence[dict[str, object]], seconds: float, facts: dict[str, Any]) -> None:
-    """Write the table, machine and versions."""
+def recorded() -> list[dict[str, Any]]:
+    """The rows of earlier runs."""
+    path = record.RESULTS / "zoo.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def write(rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
+    """Write the table, the machine and versions of the last run, and the commit that each model ran at."""
     record.RESULTS.mkdir(exist_ok=True)
+    by_commit: dict[str, list[str]] = {}
+    for model, commit in sorted({(row["model"], row["commit"]) for row in rows}):
+        by_commit.setdefault(commit, []).append(model)
     ordered = sorted(rows, key=lambda row: (row["model"], row["mesh"]))
     (record.RESULTS / "zoo.json").write_text(json.dumps({"machine": facts, "rows": ordered}, indent=1) + "\n")
     lines = [
@@ -108,9 +118,10 @@ def write(rows: Sequence[dict[str, object]], seconds: float, facts: dict[str, An
         "calls were observed, each of them predicted. The emitted program is type-checked as well. Written by",
         "`make zoo`.",
         "",
-        told(rows, seconds) + ".",
+        told(rows) + ".",
         "",
-        *(f"* {name}: {value}" for name, value in facts.items()),
+        *(f"* {name}: {value}" for name, value in facts.items() if name != "commit"),
+        *(f"* commit {commit}: {', '.join(names)}" for commit, names in by_commit.items()),
         "",
     ]
     for mesh in sorted({str(row["mesh"]) for row in rows}, key=lambda mesh: (len(mesh), mesh)):
@@ -119,7 +130,9 @@ def write(rows: Sequence[dict[str, object]], seconds: float, facts: dict[str, An
         models = sorted({str(row["model"]) for row in here})
         cells = {(row["model"], row["plan"]): cell(row) for row in here}
         lines += [f"## Mesh {mesh}", "", "| plan | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|"]
-        lines += [f"| {plan} | " + " | ".join(cells[model, plan] for model in models) + " |" for plan in plans]
+        lines += [
+            f"| {plan} | " + " | ".join(cells.get((model, plan), "") for model in models) + " |" for plan in plans
+        ]
         lines.append("")
     reasons: dict[str, list[str]] = {}
     for row in rows:

@@ -20,6 +20,7 @@ from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.functionalization import functionalization
 from autopar.capture.passes.identity_indexing import identity_indexing
 from autopar.capture.passes.in_place_arithmetic import in_place_arithmetic
+from autopar.capture.passes.late_experts import late_experts
 from autopar.capture.passes.linear_copies import linear_copies
 from autopar.capture.passes.literal_copies import literal_copies
 from autopar.capture.passes.no_grad_regions import no_grad_regions
@@ -63,6 +64,7 @@ def passes(model: nn.Module, repeats: Repeats) -> tuple[Pass, ...]:
         identity_indexing,
         literal_copies,  # before call_splitting, which asks in which call a literal was
         ungraded_operands,
+        late_experts,
         linear_copies,  # after contiguous_removal, which would take them out
         # On calls of bodies: what is repeated is there once.
         partial(call_splitting, model=model, repeats=repeats),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.emit.local_ops import LocalCall, local_form
+from autopar.emit.local_ops import LocalCall, begun, local_form
 from autopar.functions.carry import carried_in
 from autopar.runtime.layers import LOCAL_FORMS
 from autopar.runtime.layers.loss import MEAN
@@ -21,6 +21,7 @@ from autopar.runtime.spmd.micro_batch import of_this_micro_batch
 from autopar.runtime.spmd.parameters import gather_parameters, replicate_parameters
 from autopar.runtime.spmd.resharding import convert
 from planner.formulation.assignment import Assignment
+from planner.formulation.beside import beside, needs_of
 from planner.formulation.remat.backward_slice import Again
 from planner.formulation.resharding import ReshardStep, Route
 from planner.ir.folding import Block
@@ -40,6 +41,7 @@ class ProgramBuilder:
         gathered: those of them that are in memory of their own.
         counts: what is known of all micro-batches before the first, by name, see :func:`known_before`.
         gatherings: those of the block's parameters that are perhaps on their way, by the number of their bucket.
+        sent: what operators began to send, by name, and the operands that they took for it.
         taken: what each operator takes and makes, by its name and place: operands, then results.
     """
 
@@ -60,6 +62,7 @@ class ProgramBuilder:
         self.gathered: set[fx.Node] = set()
         self.counts: dict[str, fx.Node] = {}
         self.gatherings: dict[int, fx.Node] = {}
+        self.sent: dict[str, tuple[fx.Node, dict[Taken, fx.Node]]] = {}
         self._attributes: dict[str, fx.Node] = {}
         self._entered: Counter[str] = Counter()
 
@@ -209,31 +212,12 @@ class ProgramBuilder:
     def emit(self, node: Node, kept: frozenset[Ref]) -> None:
         """One operator: operands converted, its local form, results resharded."""
         choice = self.assignment.choice(node)
-        seen: dict[tuple[Ref, Layout, Layout], fx.Node] = {}
-        operands = []
-        for position, ref in enumerate(node.inputs):
-            strict = tuple(s.operands[position] for s in choice.axes)
-            key = (ref, choice.operands[position], strict)
-            if key not in seen:
-                seen[key] = self.operand(node, position)
-            operands.append(seen[key])
+        sent, seen = self.sent.pop(node.name, (None, {}))
+        operands = self._operands(node, range(len(node.inputs)), seen)
         self.taken.update({(node.name, place): value for place, value in enumerate(operands)})
         remaining = iter(operands)
         args = {name: self._argument(value, remaining) for name, value in node.args}
-        call = LocalCall(
-            self.graph,
-            node,
-            self.assignment.space.graph.input_types(node),
-            self.assignment.space.rules[node.name],
-            choice,
-            self.mesh,
-            self.targets[node.name],
-            args,
-            lambda axis: self.attribute(self.mesh.axes[axis].name),
-            lambda: self.attribute(STATE),
-            self.counts.get(count_name(node)),
-        )
-        emitted = local_form(call)
+        emitted = local_form(self._local_call(node, args, sent))
         emitted.meta["node"], emitted.meta["choice"] = node, choice
         refs = [Ref(node.name, i) for i in range(len(node.results))]
         space = self.assignment.space
@@ -250,6 +234,39 @@ class ProgramBuilder:
             self.values[ref] = self.relabel(value, strict, choice.results[ref.index])
             if space.is_read(ref):
                 self.reshard_shared(ref)
+
+    def begin(self, node: Node) -> None:
+        """What an operator sends while others are computed, which are emitted next."""
+        seen: dict[Taken, fx.Node] = {}
+        needs = needs_of([call for _, call in self.assignment.choice(node).inner])
+        self.sent[node.name] = begun(self._local_call(node, {}), self._operands(node, needs, seen)), seen
+
+    def _operands(self, node: Node, positions: Iterable[int], seen: dict[Taken, fx.Node]) -> list[fx.Node]:
+        """Operands as the operator takes them; of those that are taken alike one is made, and noted in ``seen``."""
+        choice, operands = self.assignment.choice(node), []
+        for position in positions:
+            strict = tuple(s.operands[position] for s in choice.axes)
+            key = (node.inputs[position], choice.operands[position], strict)
+            if key not in seen:
+                seen[key] = self.operand(node, position)
+            operands.append(seen[key])
+        return operands
+
+    def _local_call(self, node: Node, args: dict[str, Any], sent: fx.Node | None = None) -> LocalCall:
+        return LocalCall(
+            self.graph,
+            node,
+            self.assignment.space.graph.input_types(node),
+            self.assignment.space.rules[node.name],
+            self.assignment.choice(node),
+            self.mesh,
+            self.targets[node.name],
+            args,
+            lambda axis: self.attribute(self.mesh.axes[axis].name),
+            lambda: self.attribute(STATE),
+            self.counts.get(count_name(node)),
+            sent,
+        )
 
     def recomputing(self, block: Block, again: Again) -> fx.Graph:
         """Finish the program as :func:`recompute` takes it; returns the one of the statements that are run again."""
@@ -315,6 +332,9 @@ class ProgramBuilder:
             return getattr(torch, value.removeprefix("torch."))
         return value
 
+
+Taken = tuple[Ref, Layout, Layout]
+"""A value as an operator takes it."""
 
 Entry = Ref | tuple[Ref, Layout] | str
 """What enters a program: a value as its readers find it, a parameter as it is used, what all micro-batches know by
@@ -402,7 +422,14 @@ def block_body(
         body.gatherings[number] = body.graph.placeholder(f"gathering_{number}")
     if not assignment.space.unsharding.once_per_step:
         body.gather_parameters_of(block)
+    begins: dict[str, list[Node]] = {}
     for node in block.nodes:
+        needs = needs_of([call for _, call in assignment.choice(node).inner])
+        for first in beside(block.nodes, node, needs)[:1] if needs else ():
+            begins.setdefault(first.name, []).append(node)
+    for node in block.nodes:
+        for other in begins.get(node.name, ()):
+            body.begin(other)
         body.emit(node, frozenset(block.outputs))
     return body
 

@@ -8,7 +8,7 @@ training ask the run state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class LocalCall:
         args: arguments by schema name; tensors are fx nodes of the local program.
         group: emits the fx node of a mesh axis's process group.
         state: emits the fx node of the program's run state (training mode and random numbers).
+        sent: what the operator's layer began to send, if it did.
         count: of how many tokens a loss is the mean, where that is found before a micro-batched step.
     """
 
@@ -50,6 +51,7 @@ class LocalCall:
     group: Callable[[int], fx.Node]
     state: Callable[[], fx.Node]
     count: fx.Node | None = None
+    sent: fx.Node | None = None
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, trailing defaults left out."""
@@ -122,7 +124,10 @@ def local_form(call: LocalCall) -> fx.Node:
     return call.emit(form.function, (*first, *positional), {**keywords, **groups})
 
 
-OVER_MICRO_BATCHES = ("token_groups", "contracted_groups")
+SAMPLES = "sample_groups"
+"""The keyword of experts that says which ranks count other tokens."""
+
+OVER_MICRO_BATCHES = ("token_groups", "contracted_groups", SAMPLES)
 """Keywords of layers that only count: an axis may be micro-batches."""
 
 BY_MICRO_BATCH = ("batch_groups",)
@@ -132,6 +137,20 @@ ATTENTION_KEYWORDS = ("scale", "enable_gqa", "window", "softcap")
 
 COUNT = "count"
 """The keyword of losses that takes of how many tokens they are the mean."""
+
+
+SENT = "sent"
+"""The keyword of layers that takes what they began to send."""
+
+
+def begun(call: LocalCall, operands: Sequence[fx.Node]) -> fx.Node:
+    """Emit what the layer of ``call`` sends before others are computed, of these operands."""
+    form = LOCAL_FORMS[call.node.op]
+    assert form.begins is not None, "only layers that can begin early have collectives that others hide"
+    args: tuple[Any, ...] = (call.state(), *operands, call.operand_shapes()[3][0])
+    name = f"{call.node.name}_{SENT}"
+    groups = {keyword: found for keyword, found in _layer_groups(call, form).items() if keyword != SAMPLES}
+    return call.graph.create_node("call_function", form.begins, args, groups, name=name)
 
 
 def is_random(node: Node, target: torch._ops.OpOverload) -> bool:
@@ -178,6 +197,8 @@ def _layer_groups(call: LocalCall, form: LocalForm) -> dict[str, Any]:
             raise PlanError(f"{call.node.name} ({call.node.op}) mixes micro-batches in {call.node.path or 'the model'}")
     if call.count is not None:
         found[COUNT] = call.count
+    if call.sent is not None:
+        found[SENT] = call.sent
     return found
 
 

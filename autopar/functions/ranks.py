@@ -29,8 +29,10 @@ def for_each_rank_no_grad(run: Callable[..., tuple[Tensor, ...]], *tensors: Tens
     return tuple(_together({rank: results[at] for rank, results in found.items()}) for at in _places(found))
 
 
-def for_each_rank(run: Callable[..., Any], *tensors: Tensor | None) -> Any:
-    """``run(*tensors)``, a tensor or several; where one process simulates all ranks, on those of each rank."""
+def for_each_rank(run: Callable[..., Any], *tensors: Tensor | int | None) -> Any:
+    """``run(*tensors)``, a tensor or several; where one process simulates all ranks, on those of each rank, and all are
+    tensors.
+    """
     given = [t for t in tensors if t is not None]
     if not any(hasattr(t, "_local_tensors") for t in given):
         return run(*tensors)

@@ -157,8 +157,11 @@ def routed(
         count: how many experts there are with those elsewhere; what goes to these alone is 0 here.
         seen: is told how many rows each expert has.
     """
-    k, dtype = indices.shape[-1], x.dtype
-    slots, counts = by_expert(known(indices, count or len(up)) - first, len(up))
+    k, dtype, chosen = indices.shape[-1], x.dtype, known(indices, count or len(up))
+    if len(up) < (count or 0):
+        chosen = chosen - first
+        chosen = torch.where((chosen >= 0) & (chosen < len(up)), chosen, len(up))
+    slots, counts = by_expert(chosen, len(up))
     each = counts.tolist()
     if seen is not None:
         seen(each)
@@ -173,19 +176,20 @@ def known(indices: Tensor, count: int) -> Tensor:
         InputError: one of them does not exist.
     """
     chosen = indices.reshape(-1)
-    outside = chosen[(chosen < 0) | (chosen >= count)]
-    if len(outside):
-        number = int(outside[0])
+    least, most = map(int, torch.aminmax(chosen)) if len(chosen) else (0, 0)
+    if least < 0 or most >= count:
+        number = int(chosen[(chosen < 0) | (chosen >= count)][0])
         note = ", or, with prototypes, an index is not within its group" if number == -1 else ""
         raise InputError(f"autopar.experts: a token goes to expert {number}; there are {count}, numbered from 0{note}")
     return chosen
 
 
 def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The places among ``chosen`` that name one of ``count`` experts, sorted by expert, and how many name each."""
-    key = torch.where((chosen >= 0) & (chosen < count), chosen, count)
-    counts = torch.bincount(key, minlength=count + 1)[:count]
-    return torch.argsort(key, stable=True)[: int(counts.sum())], counts
+    """The places among ``chosen`` that name one of ``count`` experts, sorted by expert, and how many name each; the
+    number ``count`` names none.
+    """
+    counts = torch.bincount(chosen, minlength=count + 1)
+    return torch.argsort(chosen, stable=True)[: len(chosen) - int(counts[count])], counts[:count]
 
 
 def take(x: Tensor, slots: Tensor, k: int = 1) -> Tensor:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from planner.base.symbolic_float import at_least_zero
 from planner.cost.kernels import Stream, attention_kernels, kernel_of
 from planner.cost.model import CostModel
+from planner.formulation.beside import beside, needs_of
 from planner.formulation.choices import Choices, Options
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.resharding import ReshardingTable, local_bytes
@@ -118,6 +119,7 @@ class LocalCosts:
         self.overlap = OVERLAP[cost.cluster.backend] if stated is None else stated
         # Lists of choices are told apart by the ways that they are made of, so these must be the same ones.
         is_like = like is not None and like.decision_graph.blocks.ways is decision_graph.blocks.ways
+        self._known_beside: dict[str, tuple[float, float]] = {}
         self._known: Known = like._known if like is not None and is_like else Known()
 
     def works_of(self, node: Node, options: Options) -> tuple[Floats, Ints, Ints]:
@@ -342,12 +344,16 @@ class LocalCosts:
         if not any(strategy.inner for strategy in choice.axes):
             return 0.0, 0.0
         inner, around = {"forward": 0.0, "backward": 0.0}, dict[tuple[str, int], list[tuple[float, int]]]()
+        least_s = self._beside_s(node, needs_of([call for _, call in choice.inner]))
+        hides_s = {phase: self.overlap * seconds for phase, seconds in zip(inner, least_s, strict=True)}
         for axis, call, bytes_in, times in self.inner_calls(rule, choice, any(t.grad for t in node.results)):
             seconds = self.collective_s(call.kind, axis, bytes_in)
             if call.around:
                 around.setdefault((call.phase, axis.size), []).append((seconds, times))
             else:
-                inner[call.phase] += seconds * times * self._uneven(choice)
+                # Of several axes the first is begun early: what goes on from there waits for it.
+                hidden_s = hides_s.pop(call.phase, 0.0) if call.needs else 0.0
+                inner[call.phase] += at_least_zero(seconds * times * self._uneven(choice) - hidden_s)
         for (phase, _), sent in around.items():
             calls = sum(call.around and call.phase == phase for _, call in choice.inner)
             first, behind = sent[: len(sent) // calls], sent[len(sent) // calls :]
@@ -357,6 +363,24 @@ class LocalCosts:
             exposed_s = at_least_zero(first_s + behind_s - beside_s)
             inner[phase] += (hops - 1) * exposed_s + at_least_zero(first_s - beside_s) + behind_s
         return inner["forward"], inner["backward"]
+
+    def _beside_s(self, node: Node, needs: Sequence[int]) -> tuple[float, float]:
+        """Seconds, forward and backward, that the products beside an operator's collective take at least: shared by all
+        ranks, however they are sharded.
+        """
+        if not needs:
+            return 0.0, 0.0
+        if node.name not in self._known_beside:
+            forward_s = backward_s = 0.0
+            for other in beside(self.graph.nodes, node, needs):
+                row, operands = OPS.get(other.op), self.graph.input_types(other)
+                if row is not None and row.contracts:
+                    flops = row.flops(other, operands, self.rules[other.name]) / self.mesh.size
+                    trained = sum(tensor.grad and len(tensor.shape) > 1 for tensor in operands)  # not of a bias
+                    forward_s += self.cost.compute_s(flops, 0.0, other.results[0].dtype)
+                    backward_s += self.cost.compute_s(trained * flops, 0.0, other.results[0].dtype, trained)
+            self._known_beside[node.name] = forward_s, backward_s
+        return self._known_beside[node.name]
 
     def load(self, node: Node, choice: Choice) -> float:
         """What the busiest rank has of an operator's work over the average: of what is uneven as the cluster states it,

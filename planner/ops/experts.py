@@ -53,12 +53,13 @@ def experts(node: Node, operands: Operands) -> Rule:
     counts = Inner("all_to_all", ("e",), COUNT_BYTES)
     each = operands[INDICES].shape[-1] * operands[X].shape[-1]
     rows = Inner("all_to_all", ("t",) if "t" in rule.sizes else (), operands[X].item_bytes, each, shared=("e",))
-    back, trained = replace(rows, phase="backward"), [tensor.grad for tensor in operands]
-    gradients = (back,) * (any((trained[X], *trained[UP:])) + trained[X])
+    go, trained = replace(rows, needs=(X, INDICES)), [tensor.grad for tensor in operands]
+    of_made, of_tokens = replace(rows, phase="backward"), replace(go, phase="backward")
+    gradients = (of_made,) * any((trained[X], *trained[UP:])) + (of_tokens,) * trained[X]
     dispatch = FactorWay(
         DISPATCH,
         operands={place: Shard(0) for place in range(UP, len(operands))},
-        inner=(counts, rows, rows, *gradients),
+        inner=(counts, go, rows, *gradients),
         strided=True,
         uneven=True,
     )

@@ -25,7 +25,8 @@ class Inner:
     It moves ``count`` elements for every index of ``factors`` (rank-local), of ``item_bytes`` each; ranks that share
     factors of ``shared`` share these elements, and one of so many ``parts`` of them is moved. What goes ``around`` the
     ranks is called once for each of the others; where a rank meets only so many indices of the last factor before its
-    own (``reach``), as often as it takes to bring these, with those that are left.
+    own (``reach``), as often as it takes to bring these, with those that are left. What only ``needs`` some operands,
+    by place, is on its way while others are computed (:mod:`planner.formulation.beside`).
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Inner:
     around: bool = False
     reach: int | None = None
     parts: int = 1
+    needs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

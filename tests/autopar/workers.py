@@ -709,15 +709,6 @@ def trains_in_its_own_precision(name: str, document: Mapping[str, Any], dtype: t
     near(name, dtype, loss, {key: whole(p.grad) for key, p in pmodel.named_parameters()})
 
 
-def accumulates(name: str, document: Mapping[str, Any]) -> None:
-    model, batch = model_of(name), batch_of(name)
-    pmodel = parallel(model, document, batch)
-    for seed in (1, 2):
-        for m in (model, pmodel):
-            loss_of(m, batch_of(name, seed)).backward()
-    same_gradients(pmodel, model)
-
-
 def takes_gradients_in_every_way(name: str, document: Mapping[str, Any]) -> None:
     """The sums of gradients go on beside backward; whoever asks for a gradient must find it summed."""
     model, batch = model_of(name), batch_of(name)

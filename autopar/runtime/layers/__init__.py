@@ -17,7 +17,7 @@ from autopar.runtime.layers.convolution import grouped_convolution
 from autopar.runtime.layers.embedding import vocab_embedding
 from autopar.runtime.layers.embedding_bag import sharded_embedding_bag
 from autopar.runtime.layers.embedding_slabs import row_sharded_slabs
-from autopar.runtime.layers.experts import experts
+from autopar.runtime.layers.experts import begin_experts, experts
 from autopar.runtime.layers.hidden_norm import layer_norm, native_layer_norm, rms_norm
 from autopar.runtime.layers.loss import cross_entropy_loss, nll_loss, partial_mean
 from autopar.runtime.layers.normalization import (
@@ -48,6 +48,10 @@ class LocalForm:
         takes_op: the function's first argument is the operator.
         is_region: its first argument is the run state, and it is one region of it (:func:`RandomState.region`) that
             draws nothing: what it keeps for backward is made anew where it runs again. It always replaces the operator.
+        begins: sends what the function then waits for, before others are computed
+            (:mod:`planner.formulation.beside`): takes the run state, of which it is a region too, the operands that it
+            needs, the local length of the fourth, and the groups other than ``sample_groups``. What it returns is the
+            function's keyword ``sent``.
         takes_path: a keyword ``path`` takes the path of the module, for errors. It always replaces the operator.
         always: it replaces the operator where no factor is sharded, too.
     """
@@ -57,6 +61,7 @@ class LocalForm:
     strips: Mapping[str, str] = field(default_factory=dict)
     takes_op: bool = False
     is_region: bool = False
+    begins: Callable[..., Any] | None = None
     takes_path: bool = False
     always: bool = False
 
@@ -90,7 +95,14 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     "aten.scaled_dot_product_attention.default": _ATTENTION,
     OURS: replace(_ATTENTION, always=True),
     "autopar.experts.default": LocalForm(
-        experts, {"holding_groups": ("e", "t.dispatch"), "dispatch_groups": ("t.dispatch",)}, is_region=True
+        experts,
+        {
+            "sample_groups": ("t", "t.dispatch"),
+            "holding_groups": ("e", "t.dispatch"),
+            "dispatch_groups": ("t.dispatch",),
+        },
+        is_region=True,
+        begins=begin_experts,
     ),
     "aten.linear.default": LocalForm(
         linear, {"token_groups": ("n.ring",), "feature_groups": ("n.panels",), "sum_groups": ("k.ring",)}
@@ -125,7 +137,11 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     },
 }  # fmt: skip
 
-REGIONS = (draw, draw_attention, *(form.function for form in LOCAL_FORMS.values() if form.is_region))
+REGIONS = (
+    draw,
+    draw_attention,
+    *(function for form in LOCAL_FORMS.values() if form.is_region for function in (form.function, form.begins)),
+)
 """The functions that enter a region of the run's random numbers, each once."""
 
 __all__ = [

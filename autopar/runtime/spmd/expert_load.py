@@ -13,17 +13,19 @@ from planner.base.errors import InputError
 
 
 class Routed(NamedTuple):
-    """How many tokens went to each of the experts from number ``first`` on, of ``experts``, in one call on one rank."""
+    """How many tokens went to each of the experts from number ``first`` on, of ``experts``, in one call on one rank;
+    ``sharing``: ranks that have other tokens, or other experts. All others count what one of these does.
+    """
 
     first: int
     experts: int
     tokens: tuple[int, ...]
+    sharing: int
 
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How many tokens went to each expert, call by call: of each layer and each step, or micro-batch; in proportion,
-    where several ranks count the same tokens.
+    """How many tokens went to each expert, call by call: of each layer and each step, or micro-batch.
 
     Attributes:
         tokens: of every call, by expert.
@@ -81,7 +83,7 @@ def load_of(calls: Sequence[Routed], stage: int) -> ExpertLoad:
             tokens = np.zeros(call[0].experts, np.int64)
             for part in call:
                 tokens[part.first : part.first + len(part.tokens)] += part.tokens
-            found.append(tuple(tokens.tolist()))
+            found.append(tuple((tokens // (len(call) // call[0].sharing)).tolist()))
     if not found:
         raise InputError("no load of experts was seen: run a step first, of a model with experts (autopar.experts)")
     return ExpertLoad(tuple(found))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.spmd.mesh import contiguous_strides, part_of, placements
+from autopar.runtime.spmd.mesh import contiguous_strides, input_part, placements
 from autopar.runtime.spmd.not_kept import NotKept
 from planner.base.errors import InputError
 from planner.ir.layout import I, Layout, Mesh, R, local_shape
@@ -103,7 +103,7 @@ class Interface:
 
         def part(leaf: LeafSpec, value: Any) -> Tensor:
             _check_input(leaf, value, leaf.shape, "the global batch")
-            return part_of(value, leaf.layout, mesh, rank).to(device)
+            return input_part(value, leaf.layout, mesh, rank).to(device)
 
         return self.each_input(batch, part)
 

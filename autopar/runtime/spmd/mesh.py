@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -156,6 +157,7 @@ def whole_of(value: Tensor) -> Tensor:
     return part
 
 
+@functools.lru_cache(maxsize=1024)
 def rows_of(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Rows:
     """Where the part of a tensor that ``rank`` holds lies in the whole."""
     place = coordinates(mesh, rank)
@@ -169,6 +171,11 @@ def rows_of(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Ro
             start = place[axis] * piece
             rows[local_type.dim] = whole[:, start : start + piece].flatten()
     return tuple(as_slice(indices) for indices in rows)
+
+
+def input_part(full: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """The part of an input that ``rank`` holds, contiguous; in the memory of ``full`` where it can be."""
+    return take(full, rows_of(tuple(full.shape), layout, mesh, rank)).contiguous()
 
 
 def part_of(full: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from autopar.runtime.spmd.input_form import (
     named_inputs,
 )
 from autopar.runtime.spmd.interface import Interface, LeafSpec
-from autopar.runtime.spmd.mesh import part_of
+from autopar.runtime.spmd.mesh import input_part
 from planner.base.errors import InputError
 from planner.formulation.constraints.stored_layouts import PlannedInputs, Shape
 from planner.ir.layout import Layout, Mesh, local_shape
@@ -129,7 +129,7 @@ class Programs:
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
         layouts = self._layouts(shapes)[1]
         return [
-            mark(part_of(value, layouts[name], mesh, rank).to(device), shapes[name]) if name in tensors else value
+            mark(input_part(value, layouts[name], mesh, rank).to(device), shapes[name]) if name in tensors else value
             for name, value in zip(batch.names, batch.values, strict=True)
         ]
 

@@ -71,7 +71,7 @@ class RandomState:
 
     def _next_seed(self, groups: GroupsOrMicroBatches) -> int:
         """The seed at this position in the stream, which goes on."""
-        seed = (_mix(self.seed, self.calls) + self._coordinate(groups) * _STRIDE) % _SEEDS
+        seed = (_mix(self.seed, self.calls) + self.coordinate(groups) * _STRIDE) % _SEEDS
         self.calls += 1
         return seed
 
@@ -104,7 +104,8 @@ class RandomState:
         finally:
             self._replay = before
 
-    def _coordinate(self, groups: GroupsOrMicroBatches) -> int:
+    def coordinate(self, groups: GroupsOrMicroBatches) -> int:
+        """This rank's number among those of ``groups``, the first group being the major one; worked out once."""
         micro_batches = tuple(group.now for group in groups if isinstance(group, MicroBatches))
         if (groups, micro_batches) not in self._coordinates:
             self._coordinates[groups, micro_batches] = coordinate(groups) if groups else 0

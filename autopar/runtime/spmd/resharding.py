@@ -68,10 +68,30 @@ def _step(x: Tensor, axis: ProcessGroup, src: object, dst: object) -> Tensor:
     if src is spmd.P:
         if isinstance(dst, spmd.Shard):
             return spmd.reduce_scatter(x, axis, src=src, dst=dst)
-        return spmd.all_reduce(x, axis, src=src, dst=dst, **options)
+        if spmd.is_type_checking():
+            return spmd.all_reduce(x, axis, src=src, dst=dst, **options)
+        return _AllReduce.apply(x, axis, dst is spmd.R)
     if isinstance(src, spmd.Shard):
         return spmd.all_gather(x, axis, src=src, dst=dst, **options)
     return spmd.convert(x, axis, src=src, dst=dst, expert_mode=True, **options)
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over ranks; the gradient is its own sum where ranks have terms of it.
+
+    ``spmd_types`` calls the functional collective, whose way through Python takes longer than a small sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: ProcessGroup, has_terms: bool) -> Tensor:
+        ctx.axis, ctx.has_terms = axis, has_terms
+        found = x.clone()
+        dist.all_reduce(found, group=axis)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllReduce.apply(grad.contiguous(), ctx.axis, True) if ctx.has_terms else grad, None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -10,7 +10,7 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-import torch.distributed._functional_collectives as funcol
+import torch.distributed as dist
 from torch import SymInt, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor
@@ -23,12 +23,48 @@ Splits = Sequence[int | SymInt]
 
 def exchange_counts(counts: Tensor, group: ProcessGroup) -> Tensor:
     """``counts[p * n] -> [p * n]``: what each of ``p`` ranks has for this one."""
-    return funcol.wait_tensor(funcol.all_to_all_single(counts, None, None, group))
+    arrived = torch.empty_like(counts)
+    dist.all_to_all_single(arrived, counts, group=group)
+    return arrived
 
 
 def exchange_rows(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) -> Tensor:
     """``rows[sum(sent), h] -> [sum(received), h]``, in the order of ranks; the gradient goes the way back."""
     return _ExchangeRows.apply(rows, sent, received, group)
+
+
+class RowsInFlight:
+    """Rows on their way to where :func:`end_rows` waits for them, and in backward their gradients, which go the way
+    back behind what autograd comes upon between the two.
+    """
+
+    def __init__(self, sent: Splits, received: Splits, group: ProcessGroup):
+        self._there, self._back, self._group = (sent, received), (received, sent), group
+        self._started: tuple[Tensor, Callable[[], Any]] | None = None
+
+    def start(self, rows: Tensor, back: bool = False) -> Tensor:
+        """What arrives, to be waited for."""
+        sent, received = self._back if back else self._there
+        self._started = _started(rows, sent, received, self._group)
+        return self._started[0]
+
+    def wait(self) -> Tensor:
+        """What has arrived."""
+        assert self._started is not None
+        (found, waits), self._started = self._started, None
+        waits()
+        return found
+
+
+def begin_rows(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) -> tuple[Tensor, RowsInFlight]:
+    """As :func:`exchange_rows`, for :func:`end_rows` to wait for; nothing else may read what this returns."""
+    flight = RowsInFlight(sent, received, group)
+    return _BeginRows.apply(rows, flight), flight
+
+
+def end_rows(rows: Tensor, flight: RowsInFlight) -> Tensor:
+    """The rows that :func:`begin_rows` sent, once they are there."""
+    return _EndRows.apply(rows, flight)
 
 
 def splits(counts: Tensor, group: ProcessGroup) -> Splits:
@@ -72,6 +108,30 @@ def wait(tensor: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor.default(tensor)
 
 
+class _BeginRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: RowsInFlight) -> Tensor:
+        ctx.flight = flight
+        return flight.start(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.flight.wait(), None
+
+
+class _EndRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: RowsInFlight) -> Tensor:
+        ctx.flight = flight
+        flight.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.flight.start(gradient, back=True)
+        return gradient, None  # of the right shape, and nobody reads it: what arrives is found in flight
+
+
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) -> Tensor:
@@ -84,6 +144,23 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def _exchanged(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) -> Tensor:
-    there: Any = [*sent]  # numbers of all ranks at once are as good as numbers
+    found, waits = _started(rows, sent, received, group)
+    waits()
+    return found
+
+
+def _started(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) -> tuple[Tensor, Callable[[], Any]]:
+    """What arrives, and what waits for it, which holds what is sent until then."""
+    there: Any = [*sent]
     here: Any = [*received]
-    return funcol.wait_tensor(funcol.all_to_all_single(rows.contiguous(), here, there, group))
+    rows = rows.contiguous()
+    if isinstance(rows, LocalTensor):  # of all ranks at once, which send other numbers each, and are there at once
+        found = wait(torch.ops._c10d_functional.all_to_all_single.default(rows, here, there, group.group_name))
+        return found, int
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    work = dist.all_to_all_single(found, rows, here, there, group=group, async_op=True)
+
+    def waits(sent: Tensor = rows) -> None:
+        work.wait()
+
+    return found, waits

@@ -19,6 +19,7 @@ from planner.analysis.memory import usage
 from planner.analysis.prediction import conversions
 from planner.base.errors import InputError, PinError
 from planner.cost.cluster import ClusterSpec
+from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
 from planner.ir.layout import Mesh
@@ -263,6 +264,23 @@ def test_the_busiest_rank_decides(wanted: str, times: float) -> None:
     assert even == 1 and uneven == times and uneven_s == times * even_s
     even_ones = 4096 * WIDTH * 8 if wanted == "t.dispatch" else 0
     assert uneven_bytes - even_ones == times * (even_bytes - even_ones) > 0
+
+
+def test_what_a_shared_expert_takes_hides_dispatch() -> None:
+    """One of the two all-to-alls forward, and of the two backward, each by what products beside it take at least."""
+    ref = reference(Mixture(8, 2), None, {name: torch.randn(4096, WIDTH) for name in ("x", "y")})
+    found = []
+    for overlap in (0.0, 0.5):
+        cluster = ClusterSpec.local(2).model_copy(update={"overlap": overlap})
+        plan = decide_on(ref.traced, Mesh.of(all=2), cluster, Pins.parse({"layers": {"": {"all": "t.dispatch"}}}))
+        (node,) = (node for node in plan.space.graph.operators if node.op == "autopar.experts.default")
+        found.append(plan.space.work(node, plan.choice(node)))
+    flops = 2 * 4096 // 2 * WIDTH * WIDTH  # of the shared expert on one of two ranks; twice that for gradients
+    forward_s, backward_s = (
+        CostModel(cluster).compute_s(times * flops, 0.0, "float64", launches=times) for times in (1, 2)
+    )
+    assert found[0].inner_forward_s - found[1].inner_forward_s == pytest.approx(0.5 * forward_s)
+    assert found[0].inner_backward_s - found[1].inner_backward_s == pytest.approx(0.5 * backward_s)
 
 
 def test_a_block_that_recomputes_makes_the_rows_of_its_experts_anew() -> None:
