@@ -11,6 +11,7 @@ of any: there may not be time for all.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -41,7 +42,7 @@ from planner.search.candidates import (
     is_reached,
 )
 from planner.search.infeasibility import check_divisible
-from planner.search.micro_batched_candidates import doubt_of, evaluate_micro_batched, raised
+from planner.search.micro_batched_candidates import doubt_of, evaluate_micro_batched, is_likely, raised
 from planner.search.parallel_config import Arithmetic, ParallelConfig, batch_of, seeds
 from planner.search.pipeline_refinement import refined
 from planner.search.search_context import SearchContext
@@ -246,17 +247,17 @@ def _best_first(
         for config in configs
     )
     is_split = any(config.micro_batched for config in configs)
-    usual, larger = seeds(configs, context.cost.cluster, decision_graph.graph) if is_split else ([], [])
-    first = {config: number for number, config in enumerate([*usual, *larger])}
-    closed, is_deeper = list[Branch](), False
-    while waiting:
+    ordered, larger = seeds(configs, context.cost.cluster, decision_graph.graph) if is_split else ([], set())
+    first = {config: number for number, config in enumerate(ordered)}
+    closed = list[Branch]()
+    for turn in itertools.count():
+        if not waiting:
+            break
         is_late = context.is_late()
         if best is not None and is_late:
             closed += [close(each, best) for branch in waiting for each in branch.every]
             break
-        # Pipelines of configurations that were begun, and others, take turns, but for those to evaluate first.
-        is_deeper = not is_deeper
-        chosen = [each for each in waiting if (each.pipeline is not None) == is_deeper] or waiting
+        chosen = _of_turn(waiting, turn, best)
         branch = min(chosen, key=lambda branch: _priority(branch, first, larger, best))
         waiting.remove(branch)
         branch = raised(context, branch)
@@ -279,6 +280,16 @@ def _best_first(
         return order[config.stages, config.mesh], not config.unsharding.once_per_step, branch.low + virtual_stages
 
     return best, sorted(closed, key=place)
+
+
+def _of_turn(waiting: list[Branch], turn: int, best: Incumbent | None) -> list[Branch]:
+    """Those of which one is evaluated next: configurations that were not begun, pipelines that are likely to be faster,
+    and other pipelines take turns.
+    """
+    kinds: tuple[list[Branch], ...] = [], [], []
+    for branch in waiting:
+        kinds[0 if branch.pipeline is None else 1 + (not is_likely(branch, best))].append(branch)
+    return next(each for each in (kinds[(turn + more) % len(kinds)] for more in range(len(kinds))) if each)
 
 
 def _priority(

@@ -34,7 +34,7 @@ from planner.solve.choices import lightest, lower_bound_between
 from planner.solve.pipeline.master import Paths
 
 LIKELY = 0.02
-"""A pipeline that is likely to be faster than the best plan by this part is cut at once."""
+"""A pipeline that is likely to be faster than the best plan by this part is cut before others are bounded closely."""
 DOUBT = 1.5
 """So many times longer a step is expected where samples are too few for the ranks; see :func:`doubt_of`."""
 GROWTH = 0.08
@@ -61,7 +61,7 @@ def evaluate_micro_batched(
     if branch.pipeline is None:
         return _by_pipeline(context, decision_graph, branch, best)
     if branch.likely_s and branch.formulated is not None:
-        return [(_proved if branch.is_sought else _cut)(context, branch, best)]
+        return [(_proved if branch.is_sought else _cut_well)(context, branch, best)]
     if branch.likely_s or branch.bounds is None:
         fewer = _fewer(context, branch)
         if fewer is not None:
@@ -157,13 +157,21 @@ def _own_bounds(context: SearchContext, decision_graph: DecisionGraph, config: P
 
 
 def _estimated(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
-    """A pipeline with what its stages wait and hold, and cut if that is likely to be faster than the best plan; bounded
-    only where it is likely to be slower.
+    """A pipeline with what its stages wait and hold; bounded only where it is likely to be slower than the best plan,
+    and cut at once while there is none.
     """
     branch = _at_prices(context, branch, best, is_proof=False)
-    is_likely = best is None or branch.expected_s < best.evaluation.time_s * (1 - LIKELY)
-    if branch.formulated is None or not is_likely:
-        return branch
+    return branch if best is not None or branch.formulated is None else _cut_well(context, branch, best)
+
+
+def is_likely(branch: Branch, best: Incumbent | None) -> bool:
+    """Whether a pipeline was solved but not cut, and is likely to be faster than the best plan."""
+    is_solved = branch.likely_s > 0.0 and branch.formulated is not None and not branch.is_sought
+    return is_solved and (best is None or branch.expected_s < best.evaluation.time_s * (1 - LIKELY))
+
+
+def _cut_well(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+    """A pipeline cut, with more effort where it gives the best plan."""
     found = _cut(context, branch, best)
     known, before = better(best, found), time.monotonic()
     if known is not best:

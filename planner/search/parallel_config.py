@@ -6,11 +6,12 @@ known of it without a problem is :class:`Arithmetic`: no plan computes faster th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 from planner.base.errors import PinError
 from planner.base.formatting import IN_EACH, sizes_text
@@ -30,6 +31,8 @@ from planner.ops.attention import is_causal
 from planner.solve.pipeline.schedule import VIRTUAL_STAGES
 from planner.solve.pipeline.stages import Pipeline
 
+FAR = 2.75
+"""So many doublings from enough stages shapes are evaluated first."""
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 """Schedules that are tried where none is pinned."""
 VIRTUAL = (1, 2, 4, 8)
@@ -285,22 +288,23 @@ def _is_power_of_two(number: int) -> bool:
 
 def seeds(
     configs: tuple[ParallelConfig, ...], cluster: ClusterSpec, graph: Graph
-) -> tuple[list[ParallelConfig], list[ParallelConfig]]:
-    """Shapes to evaluate first, one for each number of stages and one of a step without micro-batches; and of the
-    former others, whose micro-batches are larger.
+) -> tuple[list[ParallelConfig], set[ParallelConfig]]:
+    """Shapes to evaluate first, in order, two for each number of stages and two of a step without micro-batches; and of
+    the former others, whose micro-batches are larger, which are also given by themselves.
 
-    The last axis is a node or what there is of one. Micro-batches have one sample on each rank of the others, as where
-    the last axis shares weights; the others' one on each of all ranks, as where every axis shares the batch, if there
-    are as many as stages. The first have just so many stages that the parameters of one, shared by the last axis, and
-    their gradients take at most half of the memory; then come those with fewer or more.
+    The last axis is a node or half of one, or what there is of it. Micro-batches have one sample on each rank of the
+    others, as where the last axis shares weights; the others' one on each of all ranks, as where every axis shares the
+    batch, if there are as many as stages. The first have just so many stages that the parameters of one, shared by the
+    last axis, and their gradients take at most half of the memory; then come those with fewer or more.
     """
-    batch, found = batch_of(graph) or 1, dict[tuple[bool, int, bool], tuple[tuple[float, ...], ParallelConfig]]()
+    batch, found = batch_of(graph) or 1, dict[_Seed, tuple[tuple[float, ...], ParallelConfig]]()
+    parameters = sum(leaf.results[0].size_bytes for leaf in graph.leaves if leaf.op == "param")
+    needed = 4 * parameters / max(1, cluster.device.usable_bytes)
     for config in configs:
-        ranks = config.mesh.size
-        inner = min(ranks, cluster.spans[0])
-        axes = config.mesh.micro_batched(1).axes
-        for is_larger, sharing_batch in ((False, ranks // inner), (True, ranks)):
-            micro_batches = max(1, batch // sharing_batch)
+        ranks, axes = config.mesh.size, config.mesh.micro_batched(1).axes
+        for part, is_larger in itertools.product((1, 2), (False, True)):
+            inner = max(1, min(ranks, cluster.spans[0] // part))
+            micro_batches = max(1, batch // (ranks if is_larger else ranks // inner))
             if is_larger and (not config.micro_batched or micro_batches < config.stages):
                 continue
             off = (
@@ -308,14 +312,25 @@ def seeds(
                 abs(math.log(config.mesh.micro_batches / micro_batches)),
                 float(len(axes)),
             )
-            key = is_larger, config.stages, config.micro_batched
+            few = abs(math.log2(config.stages / max(1.0, needed / inner)) - 0.5)
+            if few > FAR:
+                continue
+            key = _Seed(part, is_larger, few, config.stages, config.micro_batched)
             if key not in found or off < found[key][0]:
                 found[key] = off, config
-    parameters = sum(leaf.results[0].size_bytes for leaf in graph.leaves if leaf.op == "param")
-    enough = max(1.0, 4 * parameters / cluster.spans[0] / max(1, cluster.device.usable_bytes))
-    order = sorted(found, key=lambda key: (abs(math.log2(key[1] / enough) - 0.5), *key))
-    usual, larger = ([found[key][1] for key in order if key[0] == is_larger] for is_larger in (False, True))
-    return usual, [config for config in larger if config not in usual]
+    usual = {config for key, (_, config) in found.items() if not key.is_larger}
+    ordered = dict.fromkeys(found[key][1] for key in sorted(found))
+    return [*ordered], {config for config in ordered if config not in usual}
+
+
+class _Seed(NamedTuple):
+    """What tells the shapes to evaluate first apart, in their order: ``few`` says how far from enough stages are."""
+
+    part: int
+    is_larger: bool
+    few: float
+    stages: int
+    micro_batched: bool
 
 
 class Arithmetic:

@@ -35,8 +35,8 @@ MOST_NEW = 4
 """Variants at most that the master program is given at once."""
 BEST = 2
 """Choices at most of those that solve a relaxation, besides the best for all blocks alike."""
-TOGETHER, LEAST_TOGETHER, ENTRIES = 16, 4, 4_000_000
-"""For so many prices at a time the choices of least cost are found; for fewer where tables have more entries."""
+TOGETHER = 4
+"""For so many prices at a time the choices of least cost are found: more take as long each."""
 ALIKE = 0.05
 """Stages whose prices differ by no more of the dearest count as alike where memory costs nothing."""
 PARTS = (1.0, 0.75, 0.5, 0.25)
@@ -73,6 +73,7 @@ class PipelineBounds:
         self._behind, self._is_multiple = 1.0, False
         self._free_with: list[Floats] = []
         self._tree: Tree | None = None
+        self._used: list[tuple[int, ...]] = []
         self.free_s, self._free = self._find_free()
 
     @property
@@ -149,7 +150,7 @@ class PipelineBounds:
         if self.costs.kept is None:
             return PipelineBound(enough_s, self.choices)
         waiting_s = self._narrow_at_pace(paths, part, enough_s)
-        bound_s, met = max(self.free_s, waiting_s), [*self.choices]
+        bound_s, met = max(self.free_s, waiting_s), [*dict.fromkeys((*self.choices, *self._used))]
         if bound_s >= enough_s or self.costs.kept is None:
             return PipelineBound(enough_s, self.choices)
         master = self._master(paths, part, self.limit_bytes)
@@ -159,6 +160,7 @@ class PipelineBounds:
             solution = master.solve(OVER * max(bound_s, 1e-9))
             solution = replace(solution, prices=solution.prices.of_part(part))
             at_these = partial(self._under, solution.prices, part * self.send_s, 1.0 / ranks, enough_s)
+            self._used[:] = _most_used(met, master, solution)
             is_wanted = is_proof or solution.step_s >= enough_s
             found = at_these(solution.step_s * (1 - CLOSE) if is_wanted else math.inf)
             new = [choices for choices in found.choices if choices not in met][:MOST_NEW]
@@ -306,7 +308,7 @@ class PipelineBounds:
             if best_s + besides_s < promising_s:
                 break
             closely_s = best_s - APART * abs(best_s) if math.isfinite(best_s) else math.inf
-            chosen = entries.open(min(closely_s, enough_s - besides_s), self._together)
+            chosen = entries.open(min(closely_s, enough_s - besides_s), TOGETHER)
             if not len(chosen):
                 break
             found, least = self._least_of([entries.at[k] for k in chosen], prices, prices, once)
@@ -318,15 +320,6 @@ class PipelineBounds:
                 met[choices] = min(met.get(choices, math.inf), float(found[number] - entries.bonus_s[k]))
         ordered = sorted(met, key=lambda choices: met[choices])
         return _Priced(entries.lower_s + besides_s, best_s + besides_s >= promising_s, tuple(ordered))
-
-    @property
-    def _together(self) -> int:
-        """For so many prices at a time the choices of least cost are found."""
-        if self._tree is None:
-            return TOGETHER
-        return max(
-            LEAST_TOGETHER, min(TOGETHER, ENTRIES // self._tree.entries([len(each) for each in self.costs.kept or ()]))
-        )
 
     def _needs_more(self, prices: Prices) -> bool:
         """Whether all plans need more memory than there is, at the prices of bytes alone."""

@@ -7,6 +7,7 @@ bucket is split, and every part is minimised on its own (mini-buckets: Dechter a
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -45,10 +46,6 @@ class Tree:
         for number, cluster in enumerate(self.clusters):
             groups.setdefault(cluster.vertex, []).append(number)
         return list(groups.values())
-
-    def entries(self, sizes: Sequence[int]) -> int:
-        """Of all tables together, where vertices have so many choices."""
-        return sum(math.prod(sizes[u] for u in (each.vertex, *each.separator)) for each in self.clusters)
 
 
 @dataclass(frozen=True)
@@ -89,11 +86,15 @@ def build_tree_of(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], max_en
         return log_entries([part.scope for part in waiting[v]], v)
 
     weight = {v: weigh(v) for v in range(len(log_size))}
+    lightest = [(weight[v], v) for v in weight]
+    heapq.heapify(lightest)
     clusters: list[Cluster] = []
     groups: list[list[_PendingTable]]
     exact = True
     while weight:
-        v = min(weight, key=lambda u: (weight[u], u))
+        known, v = heapq.heappop(lightest)
+        if weight.get(v) != known:  # eliminated, or weighed again since
+            continue
         del weight[v]
         groups = [waiting[v]]
         if waiting[v] and is_too_large([part.scope for part in waiting[v]], v):  # single costs alone are never split
@@ -115,5 +116,7 @@ def build_tree_of(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], max_en
             pairs = tuple((part.scope[0], part.scope[1]) for part in group if part.cluster is None)
             children = tuple(part.cluster for part in group if part.cluster is not None)
             clusters.append(Cluster(v, separator, group is groups[0], pairs, children))
-        weight.update({u: weigh(u) for cluster in clusters[-len(groups) :] for u in cluster.separator})
+        for u in {u for cluster in clusters[-len(groups) :] for u in cluster.separator}:
+            weight[u] = weigh(u)
+            heapq.heappush(lightest, (weight[u], u))
     return Tree(tuple(clusters), exact)

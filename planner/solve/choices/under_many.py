@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -114,9 +115,16 @@ def _table(
 
 def _aligned(table: Floats, scope: Scope, target: Scope) -> Floats:
     """``table`` over weights and ``scope`` with its axes moved to where ``target`` has them, ones elsewhere."""
+    order, index = _alignment(scope, target)
+    return table.transpose(order)[index]
+
+
+@lru_cache(maxsize=2**16)
+def _alignment(scope: Scope, target: Scope) -> tuple[tuple[int, ...], tuple[slice | None, ...]]:
+    """In which order the axes are taken, and between which of them one of length one is."""
     axes = {u: axis for axis, u in enumerate(scope, 1)}
-    order = [0, *(axes[u] for u in target if u in axes)]
-    return table.transpose(order).reshape(-1, *(table.shape[axes[u]] if u in axes else 1 for u in target))
+    order = (0, *(axes[u] for u in target if u in axes))
+    return order, (slice(None), *(slice(None) if u in axes else None for u in target))
 
 
 def _agree(tables: list[Floats]) -> None:
