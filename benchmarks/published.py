@@ -217,7 +217,8 @@ def llama_cluster(gpus: int) -> ClusterSpec:
                 update={
                     "memory_bandwidth_bytes_per_s": 2.4e12,
                     "matmul_efficiency": device.matmul_efficiency * slower,
-                    "attention_efficiency": tuple(e * slower for e in device.attention_efficiency),
+                    "attention_kernel": None,
+                    "attention_efficiency": tuple(e * slower for e in device.attention),
                 }
             )
         }

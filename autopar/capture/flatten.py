@@ -18,6 +18,7 @@ from autopar.capture.passes.contiguous_removal import contiguous_removal
 from autopar.capture.passes.dead_code import dead_code
 from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.functionalization import functionalization
+from autopar.capture.passes.grouped_heads import grouped_heads
 from autopar.capture.passes.identity_indexing import identity_indexing
 from autopar.capture.passes.in_place_arithmetic import in_place_arithmetic
 from autopar.capture.passes.late_experts import late_experts
@@ -69,6 +70,7 @@ def passes(model: nn.Module, repeats: Repeats) -> tuple[Pass, ...]:
         # On calls of bodies: what is repeated is there once.
         partial(call_splitting, model=model, repeats=repeats),
         causal_masks,  # before dead_code: what made a mask is read by nothing then
+        grouped_heads,  # after causal_masks, for attention that has no mask any more
         dead_code,
         canonical_order,  # after dead_code: an operator's place is that of its first reader
         node_names,  # after canonical_order: numbers go by execution order

@@ -87,7 +87,8 @@ class ParallelAccelerator(Accelerator):
                 non_blocking=self.non_blocking,
                 use_stateful_dataloader=self.use_stateful_dataloader,
             )
-        self._dataloaders.append(data_loader)
+        if data_loader not in self._dataloaders:
+            self._dataloaders.append(data_loader)
         return data_loader
 
     def gather(self, tensor: Any) -> Any:

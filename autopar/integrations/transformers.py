@@ -50,7 +50,10 @@ class ParallelTrainer(Trainer):
         self._original: Any = model._original[0]
         super().__init__(self._original, args, *rest, **options)
         self._set_signature_columns_if_needed()
-        self._signature_columns += [name for name, _ in model.planned_form.inputs]
+        for_loss = [name for name, _ in model.planned_form.inputs if name not in self._signature_columns]
+        self._signature_columns += for_loss
+        if for_loss and self.args.label_names is None:
+            self.label_names = for_loss
         self.model = self.model_wrapped = self.callback_handler.model = model
         another_loss = "have autopar.parallelize(..., loss_fn=...) compute it"
         in_plan = {
@@ -94,7 +97,12 @@ class ParallelTrainer(Trainer):
 
         ``Trainer`` gives a model the number of all labels to divide by; the plan's loss is a mean over the batch's own.
         """
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+
+        def outputs_of(**given: Any) -> Any:
+            found = model(**given)
+            return {"loss": found} if isinstance(found, torch.Tensor) else found  # of a loss_fn
+
+        loss, outputs = super().compute_loss(outputs_of, inputs, return_outputs=True)
         if num_items_in_batch is not None and model.training:
             loss = loss * (self._items / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss

@@ -58,6 +58,20 @@ class PeakFlops(Described):
     float8_e5m2: FlopsPerS | None = Field(default=None, gt=0, examples=["1979 TFLOP/s"])
 
 
+Efficiency = Annotated[tuple[Fraction, Fraction], FROZEN]
+"""Share of the peak, forward and backward."""
+AttentionKernel = Literal["efficient", "flash_2", "flash_3", "cudnn"]
+
+
+class AttentionKernels(Described):
+    """What share of the peak kernels of attention reach on a device, forward and backward."""
+
+    efficient: Efficiency | None = Field(default=None, examples=["[0.3, 0.25]"])
+    flash_2: Efficiency | None = Field(default=None, examples=["[0.37, 0.33]"])
+    flash_3: Efficiency | None = Field(default=None, examples=["[0.65, 0.53]"])
+    cudnn: Efficiency | None = Field(default=None, examples=["[0.6, 0.5]"])
+
+
 class Device(Described):
     """One accelerator, or one process on a CPU.
 
@@ -65,7 +79,10 @@ class Device(Described):
         launch_overhead_s: the fixed price of starting one operator or collective; a few microseconds on a GPU.
         matmul_efficiency: share of the peak that a large product of fitting shape sustains: the clock under the
             power limit over the boost clock that the peak is stated for, and the issue slots that are not products.
-        attention_efficiency: share of the peak that flash attention reaches, forward and backward.
+        attention_efficiency: share of the peak that flash attention reaches, forward and backward, where no kernel is
+            named.
+        attention_kernels: that share of several kernels.
+        attention_kernel: which of them runs.
         memory_efficiency: share of the bandwidth that large operators reach.
         multiprocessors: how many there are, each computing a tile at a time; without, products are priced by flops.
         cache_bandwidth_bytes_per_s: from the shared cache to all multiprocessors.
@@ -80,14 +97,34 @@ class Device(Described):
     memory_bandwidth_bytes_per_s: BytesPerS = Field(gt=0, examples=["3.35 TB/s"])
     launch_overhead_s: Seconds = Field(default=0.0, ge=0, examples=["3 us"])
     matmul_efficiency: Fraction = 0.75
-    attention_efficiency: Annotated[tuple[Fraction, Fraction], FROZEN] = Field(
-        default=(0.5, 0.4), examples=["[0.5, 0.4]"]
-    )
+    attention_efficiency: Efficiency = Field(default=(0.5, 0.4), examples=["[0.5, 0.4]"])
+    attention_kernels: AttentionKernels | None = Field(default=None, examples=["{flash_2: [0.37, 0.33]}"])
+    attention_kernel: AttentionKernel | None = Field(default=None, examples=["flash_2"])
     memory_efficiency: Fraction = 0.85
     multiprocessors: int | None = Field(default=None, ge=1, examples=["132"])
     cache_bandwidth_bytes_per_s: BytesPerS | None = Field(default=None, gt=0, examples=["5.5 TB/s"])
     float32_products: Literal["float32", "tfloat32"] = Field(default="float32", examples=["float32"])
     reserve_fraction: float = Field(default=0.1, ge=0, lt=1, examples=["0.1"])
+
+    @model_validator(mode="after")
+    def _with_the_kernel_that_runs(self) -> Device:
+        _ = self.attention
+        return self
+
+    @property
+    def attention(self) -> tuple[float, float]:
+        """Share of the peak that attention reaches, forward and backward."""
+        if self.attention_kernel is None:
+            return self.attention_efficiency
+        found: tuple[float, float] | None = getattr(self.attention_kernels, self.attention_kernel, None)
+        if found is None:
+            stated = self.attention_kernels or AttentionKernels()
+            known = ", ".join(name for name, rate in stated if rate is not None) or "none"
+            raise ClusterError(
+                f"attention_kernel is {self.attention_kernel!r}; attention_kernels says how fast these are: {known}. "
+                f"Add it there, as shares of the peak forward and backward, such as {self.attention_kernel}: [0.6, 0.5]"
+            )
+        return found
 
     @property
     def usable_bytes(self) -> int:

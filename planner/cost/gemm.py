@@ -83,7 +83,7 @@ def product_at_least_s(device: Device, product: Product, dtype: str, item_bytes:
 
 def attention_s(device: Device, kernel: Attention, dtype: str) -> float:
     """Seconds of a flash attention; its start not included."""
-    forward, backward = device.attention_efficiency
+    forward, backward = device.attention
     seconds = kernel.flops / (device.peak(dtype) * (backward if kernel.is_backward else forward))
     if device.multiprocessors is None:
         return seconds

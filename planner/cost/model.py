@@ -193,7 +193,7 @@ class CostModel:
         if isinstance(kernel, Product):
             work_s = product_at_least_s(device, kernel, dtype, ITEM_BYTES.get(dtype, 4))
         elif isinstance(kernel, Attention):
-            work_s = kernel.flops / (device.peak(dtype) * device.attention_efficiency[kernel.is_backward])
+            work_s = kernel.flops / (device.peak(dtype) * device.attention[kernel.is_backward])
         return max(work_s, bytes_moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency))
 
     def _measured_s(self, kernel: Kernel, bytes_moved: float, dtype: str, launches: int) -> float | None:

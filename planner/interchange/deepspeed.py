@@ -11,13 +11,14 @@ from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, degree, parse_json, take
 from planner.interchange.limits import (
     into_data,
+    layers_alone,
     model_dtype,
     no_pipeline,
     nothing_gathered_again,
     recompute_elsewhere,
     whole_layers,
 )
-from planner.interchange.parallelism import REST, Parallelism, checked
+from planner.interchange.parallelism import REST, Parallelism, checked, is_along
 
 TOOL = "DeepSpeed"
 TOP = (
@@ -66,6 +67,7 @@ REMOVED = (
 """Fields of earlier versions, which this one refuses."""
 HOMES = {"cpu": "host", "nvme": "disk", "none": "none"}
 KINDS = ("column", "row")
+LOOK_UPS = ("vocabulary", "features")
 
 
 def write(d: Parallelism) -> str:
@@ -186,7 +188,9 @@ def _products(partition: dict[str, Any]) -> dict[str, str]:
 
 def _said(d: Parallelism) -> dict[str, str]:
     """The layers of which it can be said how they are sharded: what a last layer makes is not gathered for the loss."""
-    return {path: kind for path, kind in d.products.items() if kind in KINDS and "*" in path}
+    return {
+        path: kind for path, kind in d.products.items() if "*" in path and kind not in LOOK_UPS and not is_along(kind)
+    }
 
 
 LIMITS = (
@@ -207,6 +211,7 @@ LIMITS = (
         lambda d: bool(d.products.keys() - _said(d)),
         lambda d: replace(d, products=_said(d)),
     ),
+    layers_alone(TOOL, KINDS),
     Limit(
         "sequences are shared by Ulysses",
         lambda d: d.context > 1 and d.context_kind not in ("", "ulysses"),

@@ -6,6 +6,7 @@ The text begins with constants that say all that was decided; the rest of it is 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, degree, take
 from planner.interchange.limits import (
+    heads_from_shapes,
     into_data,
+    layers_alone,
     no_context,
     no_experts,
     nothing_gathered_again,
@@ -24,7 +27,7 @@ from planner.interchange.parallelism import Parallelism, Recomputation, checked
 
 TOOL = "PyTorch"
 AXES = ("pipeline", "replicate", "data", "tensor")
-KINDS = ("column", "row", "vocabulary", "features")
+KINDS = ("column", "gathered column", "row", "split row", "vocabulary", "features")
 SCHEDULES = {
     "1f1b": "Schedule1F1B",
     "gpipe": "ScheduleGPipe",
@@ -46,24 +49,26 @@ IMPORTS = {
     "fsdp": "from torch.distributed.fsdp import fully_shard",
     "offload": "from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard",
     "tensor": """from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module""",
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle""",
     "pipeline": "from torch.distributed.pipelining import PipelineStage, {schedule}",
     "recompute": "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper",
     "selective": "from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts",
 }
 
 TENSOR = '''
+def style_of(kind: str) -> ParallelStyle:
+    """How a layer is shared. What is gathered or split is whole outside of it."""
+    if kind in ("column", "gathered column", "features"):
+        return ColwiseParallel() if kind == "column" else ColwiseParallel(output_layouts=Replicate())
+    if kind in ("row", "split row", "vocabulary"):
+        return RowwiseParallel() if kind == "row" else RowwiseParallel(input_layouts=Replicate())
+    return SequenceParallel(sequence_dim=int(kind.removeprefix("along ")), use_local_output=True)
+
+
 def shard_products(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Share the weights of layers among the ranks of the tensor axis; what enters and leaves blocks is whole."""
-    styles = {
-        "column": ColwiseParallel,
-        "row": RowwiseParallel,
-        "head": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "vocabulary": lambda: RowwiseParallel(input_layouts=Replicate()),
-        "features": lambda: ColwiseParallel(output_layouts=Replicate()),
-    }
-    plan = {path: styles["head" if kind == "column" and "*" not in path else kind]() for path, kind in PRODUCTS.items()}
-    parallelize_module(model, mesh, plan)
+    """Share the weights of layers among the ranks of the tensor axis."""
+    parallelize_module(model, mesh, {path: style_of(kind) for path, kind in PRODUCTS.items()})
 
 '''
 SELECTIVE = '''
@@ -117,6 +122,19 @@ class Stage(nn.Module):
         hidden = self.decoder(**{"input_ids" if self.is_first else "inputs_embeds": x}, use_cache=False)[0]
         return self.head(hidden) if self.head is not None else hidden
 
+'''
+CHECK = '''
+
+def check(original: nn.Module, model: nn.Module, built: {built}, batch: dict[str, Tensor]) -> None:
+    """Raise unless a step has the loss of the original; gradients are as of the step afterwards."""
+    loss = train_step(model, built, batch).item()
+    with torch.no_grad():
+        expected = original(**batch).loss.item()
+    if abs(loss - expected) > 1e-3 * abs(expected):
+        raise RuntimeError(
+            f"the loss is {{loss}}, and that of the original {{expected}}: a module counts its heads by itself, so "
+            "that its weights cannot be shared on the tensor axis"
+        )
 '''
 SHARD = '''
 def shard_parameters(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh) -> None:
@@ -187,6 +205,8 @@ def _lines(d: Parallelism) -> Iterator[str]:
     yield from _build(d, sharded)
     yield ""
     yield from (_pipelined_step if d.pipeline > 1 else _plain_step)(d, sharded)
+    if d.tensor > 1:
+        yield CHECK.format(built="Built" if d.pipeline > 1 else "DeviceMesh").rstrip()
     yield ""
 
 
@@ -234,6 +254,8 @@ def _build(d: Parallelism, sharded: list[str]) -> Iterator[str]:
     yield "\n\ndef build(model: nn.Module, device: str) -> Built:"
     yield '    """The stages of this rank, of a model that every process has; optimize their parameters."""'
     yield "    mesh = init_device_mesh(device, tuple(MESH.values()), mesh_dim_names=tuple(MESH))"
+    yield "    if model.get_input_embeddings().weight is model.get_output_embeddings().weight:"
+    yield '        raise RuntimeError("the first and the last stage would share a weight: untie the embeddings")'
     yield '    group, ranks = mesh["pipeline"].get_group(), MESH["pipeline"]'
     yield "    modules, stages = [], []"
     yield '    for stage_number in range(mesh.get_local_rank("pipeline"), len(STAGES), ranks):'
@@ -272,6 +294,10 @@ def _plain_step(d: Parallelism, sharded: list[str]) -> Iterator[str]:
     yield "    parts = {name: value.chunk(ranks)[mine].chunk(MICRO_BATCHES) for name, value in batch.items()}"
     yield "    losses = []"
     yield "    for number in range(MICRO_BATCHES):"
+    if sharded and d.zero in (1, 2) and d.micro_batches > 1:
+        yield "        is_last = number == MICRO_BATCHES - 1"
+        yield "        model.set_requires_gradient_sync(is_last)  # once a step"
+        yield "        model.set_reshard_after_backward(is_last)"
     yield "        loss = model(**{name: each[number] for name, each in parts.items()}).loss / MICRO_BATCHES"
     yield "        loss.backward()"
     yield "        losses.append(loss.detach())"
@@ -327,7 +353,7 @@ def read(text: str) -> Parallelism:
     sizes = {name: degree(mesh, name) for name in AXES}
     products = found.get("PRODUCTS", {})
     for path, kind in products.items():
-        if kind not in KINDS:
+        if kind not in KINDS and not re.fullmatch(r"along \d", str(kind)):
             raise ConfigError(f"'PRODUCTS' has {kind!r} for {path!r}; it is one of {', '.join(KINDS)}")
     if sizes["tensor"] > 1 and not products:
         raise ConfigError("'MESH' has a tensor axis, and there are no 'PRODUCTS' to share on it: name the layers")
@@ -338,8 +364,8 @@ def read(text: str) -> Parallelism:
     if schedule not in SCHEDULES:
         raise ConfigError(f"'SCHEDULE' is {schedule!r}; it is one of {', '.join(SCHEDULES)}")
     stages, pipeline = found.get("STAGES", []), sizes["pipeline"]
-    if not all(isinstance(count, int) and count > 0 for count in stages):
-        raise ConfigError(f"'STAGES' is {stages!r}; it says how many layers each stage has, one or more")
+    if not all(isinstance(count, int) and count >= 0 for count in stages):
+        raise ConfigError(f"'STAGES' is {stages!r}; it says how many layers each stage has")
     if pipeline > 1 and (not stages or len(stages) % pipeline):
         raise ConfigError(f"'STAGES' has {len(stages)} stages, which {pipeline} pipeline ranks do not divide")
     zero, copies = found.get("ZERO", 0), sizes["replicate"]
@@ -374,10 +400,12 @@ LIMITS = (
         lambda d: d.pipeline > 1 and not d.layer_path,
         lambda d: into_data(d, pipeline=1, schedule="1f1b", virtual_stages=1, stage_layers=()),
     ),
+    layers_alone("FSDP2 code", KINDS),
+    heads_from_shapes("call check() once"),
     Limit(
         "no layer is named whose weight tensor-parallel ranks might share",
-        lambda d: d.tensor > 1 and not d.products,
-        lambda d: into_data(d, tensor=1, sequence_parallel=False),
+        lambda d: d.tensor > 1 and not any("*" in path for path in d.products),
+        lambda d: into_data(d, tensor=1, sequence_parallel=False, products={}),
     ),
     no_context("FSDP2 code"),
     no_experts("FSDP2 code"),
@@ -385,11 +413,6 @@ LIMITS = (
         "what norms read would have to be prepared module by module",
         lambda d: d.sequence_parallel,
         lambda d: replace(d, sequence_parallel=False),
-    ),
-    Limit(
-        "strips of fused weights would need code of their own",
-        lambda d: any(kind not in KINDS for kind in d.products.values()),
-        lambda d: replace(d, products={path: kind for path, kind in d.products.items() if kind in KINDS}),
     ),
     Limit(
         "schedules are 1F1B, GPipe and interleaved 1F1B",

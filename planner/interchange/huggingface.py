@@ -9,7 +9,9 @@ from typing import Any
 from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, degree, parse_json, take
 from planner.interchange.limits import (
+    heads_from_shapes,
     into_data,
+    layers_alone,
     micro_batches_elsewhere,
     no_context,
     nothing_gathered_again,
@@ -25,13 +27,20 @@ FIELDS = (
     *("tp_size", "tp_plan", "enable_sequence_parallel", "enable_expert_parallel", "fsdp_size", "dp_replicate_size"),
     *("fsdp_plan", "fsdp_cpu_offload", "fsdp_mixed_precision", "pp_size", "ep_size", "ep_plan", "ep_implementation"),
 )
-STYLES = {"column": "colwise", "row": "rowwise", "vocabulary": "embedding_rowwise", "features": "embedding_colwise"}
-HEADS = ("lm_head", "score", "classifier")
-"""Last layers, whose whole result the loss reads."""
+STYLES = {
+    "column": "colwise",
+    "gathered column": "colwise_gather_output",
+    "row": "rowwise",
+    "split row": "rowwise_split_input",
+    "vocabulary": "embedding_rowwise",
+    "features": "embedding_colwise",
+}
+SUMMED = "replicated_with_grad_allreduce"
+"""Of what is whole, and meets parts of what it is used with."""
 TENSOR_STYLES = (
     *STYLES.values(),
-    *("colwise_gather_output", "colwise_rep", "rowwise_rep", "packed_colwise", "packed_rowwise", "sequence_parallel"),
-    *("rowwise_split_input", "local_params", "replicate", "replicated_with_grad_allreduce", "all_reduce"),
+    *("colwise_rep", "rowwise_rep", "packed_colwise", "packed_rowwise", "sequence_parallel"),
+    *("local_params", "replicate", SUMMED, "all_reduce"),
     *("moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj"),
 )
 FSDP_STYLES = {3: "free_full_weight", 2: "keep_full_weight"}
@@ -46,7 +55,7 @@ def write(d: Parallelism) -> str:
     if d.tensor > 1:
         config["tp_size"] = d.tensor
         if d.products:
-            config["tp_plan"] = {path: _style(path, kind) for path, kind in d.products.items()}
+            config["tp_plan"] = {path: STYLES.get(kind, SUMMED) for path, kind in d.products.items()}
     config["fsdp_size"] = shards
     if copies > 1:
         config["dp_replicate_size"] = copies
@@ -59,11 +68,6 @@ def write(d: Parallelism) -> str:
     if d.expert > 1:
         config |= {"ep_size": d.expert, "ep_implementation": "all_to_all"}
     return json.dumps(config, indent=2) + "\n"
-
-
-def _style(path: str, kind: str) -> str:
-    is_head = kind == "column" and path.rpartition(".")[2] in HEADS
-    return "colwise_gather_output" if is_head else STYLES[kind]
 
 
 def read(text: str) -> Parallelism:
@@ -84,10 +88,7 @@ def read(text: str) -> Parallelism:
     expert, tensor = degree(config, "ep_size"), sizes["tp_size"]
     if implementation == "all_reduce" and expert != tensor:
         raise ConfigError(f"'ep_implementation' all_reduce needs 'ep_size' = 'tp_size'; they are {expert} and {tensor}")
-    kinds = {style: kind for kind, style in STYLES.items()} | {
-        "colwise_gather_output": "column",
-        "colwise_rep": "column",
-    }
+    kinds = {style: kind for kind, style in STYLES.items()} | {"colwise_rep": "gathered column"}
     shards = sizes["fsdp_size"] > 1
     keeps = any(style == FSDP_STYLES[2] for path, style in plans["fsdp_plan"].items() if "*" in path)
     return checked(
@@ -139,11 +140,8 @@ LIMITS = (
         lambda d: d.sequence_parallel,
         lambda d: replace(d, sequence_parallel=False),
     ),
-    Limit(
-        "a layer is sharded by columns or rows, a look-up by rows or features; strips of fused weights are not",
-        lambda d: any(kind not in STYLES for kind in d.products.values()),
-        lambda d: replace(d, products={path: kind for path, kind in d.products.items() if kind in STYLES}),
-    ),
+    layers_alone(TOOL, STYLES),
+    heads_from_shapes("compare a loss with the original's"),
     Limit(
         "ranks that share experts are a multiple of tensor-parallel ones",
         lambda d: d.expert > 1 and d.expert % d.tensor > 0,

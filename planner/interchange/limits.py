@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from planner.interchange.format import Limit
-from planner.interchange.parallelism import Parallelism
+from planner.interchange.parallelism import Parallelism, is_along, standard
 
 DENSE = "their ranks share the batch and parameters instead"
 
@@ -124,4 +125,33 @@ def offload_to_host(tool: str) -> Limit:
         f"offload is that of {tool}, of what is sharded, and to the host",
         lambda d: d.offload == "disk" or (d.offload != "none" and d.zero == 0),
         nearest,
+    )
+
+
+def layers_alone(tool: str, kinds: Collection[str]) -> Limit:
+    """Layers are shared in few ways; one that is not makes those around it meet what they do not expect."""
+
+    def unsaid(d: Parallelism) -> dict[str, str]:
+        return {path: kind for path, kind in d.products.items() if kind not in kinds and not is_along(kind)}
+
+    def rest(d: Parallelism) -> dict[str, str]:
+        left_out = unsaid(d)
+        if not any("*" in path for path in left_out):
+            return {path: kind for path, kind in d.products.items() if path not in left_out}
+        usual = {path: standard(path) for path in d.products}
+        return usual if all(kind in kinds for kind in usual.values()) else {}
+
+    return Limit(
+        f"{tool} shares whole linear layers and look-ups, and the layers of a model only together",
+        lambda d: d.tensor > 1 and bool(unsaid(d)),
+        lambda d: replace(d, products=rest(d)),
+    )
+
+
+def heads_from_shapes(way: str) -> Limit:
+    """Modules compute with parts without being asked."""
+    return Limit(
+        f"modules must take the number of their heads from shapes, as Llama's do, which nobody checks: {way}",
+        lambda d: d.tensor > 1,
+        about="tensor",
     )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from planner.base.errors import ConfigError
 
 Recomputation = Literal["none", "resharded", "selective", "full"]
+TOOL_DIVIDES = "as the tool divides them"
 REST = 0
 """A number that is not stated: data-parallel ranks are those that the other degrees leave, micro-batches those that the
 batch takes."""
 STANDARD = {
-    "column": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"),
+    "column": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+    "gathered column": ("lm_head",),
     "row": ("o_proj", "down_proj"),
     "vocabulary": ("embed_tokens",),
 }
@@ -65,8 +68,10 @@ class Parallelism:
         recompute: what layers recompute in backward, of ``recompute_layers`` layers; ``None``: of all.
         dtype: in which products are computed.
         offload: where parameters, gradients and optimizer state are at home.
-        products: module, with ``*`` for the number of a layer -> ``column``, ``row``, ``vocabulary`` or ``features``,
-            by which ranks of ``tensor`` share its weight; empty: as the tool decides.
+        products: module, with ``*`` for the number of a layer -> how ranks of ``tensor`` share its weight: by
+            ``column`` or ``row``; as a ``gathered column``, whose result is whole again, or a ``split row``, which
+            takes parts of what comes whole; by ``vocabulary`` or ``features`` of a look-up; or ``along 2``: not at all,
+            but what it is used with, along that dim. Empty: as the tool decides.
         batch, sequence: samples of a global step, and tokens of each.
         micro_batch: samples of a rank in a micro-batch, where they are stated.
         devices: how many processes the configuration itself states.
@@ -112,7 +117,7 @@ class Parallelism:
     @property
     def deviating(self) -> dict[str, str]:
         """Layers that are sharded otherwise than tools shard those of a Transformer by themselves."""
-        return {path: kind for path, kind in self.products.items() if standard(path) != kind}
+        return {path: kind for path, kind in self.products.items() if standard(path) != kind and not is_along(kind)}
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,11 @@ class Loss:
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}"
+
+
+def is_along(kind: str) -> bool:
+    """Whether a module is whole, and shares its input along a dim; so its gradient is a sum over ranks."""
+    return kind.startswith("along ")
 
 
 def standard(path: str) -> str:
@@ -154,7 +164,10 @@ def told(name: str, value: Any) -> str:
     if name == "products":
         return ", ".join(f"{path} by {kind}" for path, kind in value.items()) or "as the tool decides"
     if name == "stage_layers":
-        return "+".join(map(str, value)) or "as the tool divides them"
+        runs = [(layers, len([*run])) for layers, run in groupby(value)]
+        return (
+            "+".join(f"{count}x{n}" if count > 2 else "+".join([str(n)] * count) for n, count in runs) or TOOL_DIVIDES
+        )
     if value is True or value is False:
         return "on" if value else "off"
     if name in ("recompute_layers", "context_kind", "expert_tensor") and not value:

@@ -7,7 +7,7 @@ from typing import Any
 from planner.base.errors import ConfigError
 from planner.interchange.parallelism import Parallelism
 
-FACTORS = {"column": "n", "row": "k"}
+FACTORS = {"column": "n", "gathered column": "n", "row": "k", "split row": "k"}
 
 
 def pins_of(d: Parallelism) -> dict[str, Any]:

@@ -75,7 +75,7 @@ POINTWISE = """
 """
 
 ROWS: dict[str, Row] = {
-    **rows("cross_entropy_loss", Row(cross_entropy, saves=("own", "in1"), works=1, kernel="loss")),
+    **rows("cross_entropy_loss", Row(cross_entropy, saves=("own", "in1"), works=1, kernel="loss", anew=True)),
     **rows(NLL, Row(by_class, saves=("in1",), kernel="loss")),
     **rows(POINTWISE, Row(pointwise, saves=every_operand)),
 }

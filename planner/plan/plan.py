@@ -243,7 +243,7 @@ class Plan(Document):
             time_limit_s: of the search for what the configuration takes, where it is not what the plan takes.
 
         Raises:
-            ConfigError: there is no such format.
+            ConfigError: there is no such format, or it has nothing that comes near with this batch.
             PlanError: the plan was read from a file whose details of operators were taken out.
             InputError: the time limit is not positive.
         """

@@ -216,7 +216,8 @@ class _Block:
         types, row = self.graph.input_types(node), OPS.get(node.op)
         if row is not None and row.anew:
             kept = (saved for saved in saved_tensors(node, types, False, WHOLE) if is_own(saved))
-            return sum(own_bytes(saved, node, types, (), False, WHOLE) for saved in kept)
+            sizes = [tensor.size_bytes for tensor in (*types, *node.results)]
+            return sum(own_bytes(saved, node, types, sizes, False, WHOLE) for saved in kept)
         return sum(self._bytes(self.backward.tensors[at][place]) for place in self.backward.own_places(at))
 
     def _size(self, at: int) -> int:

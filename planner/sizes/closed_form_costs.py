@@ -83,7 +83,7 @@ class ClosedSpace(Space):
         besides_s = memory_s(traffic.besides) + traffic.starts * device.launch_overhead_s
         found = []
         for is_backward, often in enumerate((traffic.forward, traffic.backward)):
-            share = device.attention_efficiency[is_backward] if attends(node.op) else device.matmul_efficiency
+            share = device.attention[is_backward] if attends(node.op) else device.matmul_efficiency
             rate = device.peak(node.results[0].dtype if node.results else "float32") * share
             heavier = float(self.heavier(node)) if is_backward else 1.0
             arithmetic_s = growing(0.0, heavier / rate, flops) / self._sharing(choice) * self.load(node, choice)

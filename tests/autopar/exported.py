@@ -7,11 +7,12 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.distributed import DistributedConfig
 
 from autopar.verification.float64 import exact
@@ -23,13 +24,18 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 8,
     "attn_implementation": "sdpa",
 }
 
 
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).double()
+GRADIENTS = 4 * 11 + 3
+"""So many parameters it has; its norms of queries and keys are whole on every rank, and see the heads of one."""
+
+
+def decoder(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES)).double()
 
 
 def batch() -> dict[str, Tensor]:
@@ -40,7 +46,7 @@ def batch() -> dict[str, Tensor]:
 
 def reference() -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the original on the global batch."""
-    model: Any = llama()
+    model: Any = decoder()
     with exact():
         loss = model(**batch()).loss
     loss.backward()
@@ -78,7 +84,7 @@ def exactly(function: Callable[..., Any]) -> Callable[..., Any]:
 def run_hf(text: str, folder: str) -> int:
     """The configuration, loaded; returns how many gradients were compared."""
     config = DistributedConfig.from_dict(json.loads(text))
-    model: Any = LlamaForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64)
+    model: Any = Qwen3ForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64)
     ranks = config.dp_replicate_size * config.fsdp_size
     mine = dist.get_rank() // config.tp_size
     part = {name: value.chunk(ranks)[mine] for name, value in batch().items()}
@@ -96,7 +102,7 @@ def run_fsdp2(text: str) -> int:
     """The exported module, executed; returns how many gradients this rank compared."""
     module = types.ModuleType("exported")
     exec(compile(text, "exported.py", "exec"), module.__dict__)
-    model: Any = llama()
+    model: Any = decoder()
     if "RECOMPUTE" in vars(module):
         for layer in model.model.layers:
             layer.forward = exactly(layer.forward)  # in backward, too
@@ -121,4 +127,13 @@ def run_fsdp2(text: str) -> int:
                     rest = f"layers.{first + int(own)}.{rest}"
                 found[f"model.{rest}"] = gradient
     check(loss, found)
+    with exact():
+        again = module.train_step(model, built, batch()).item()
+    assert abs(again - loss) < 1e-12, "a second step on the same parameters"
+    if "PRODUCTS" in vars(module):
+        original, other = decoder(), decoder(seed=1)
+        with exact():
+            module.check(original, model, built, batch())
+        with pytest.raises(RuntimeError, match=r"the loss is .*, and that of the original .*: a module counts"):
+            module.check(other, model, built, batch())
     return len(found)

@@ -43,6 +43,8 @@ class DistributedDataLoader(DataLoader[Any]):
         InputError: an option is the plan's, or the dataset is iterable and to be shuffled.
     """
 
+    _is_accelerate_prepared = True  # for accelerate: batches are shared out already
+
     def __init__(
         self,
         dataset: Any,

@@ -86,7 +86,7 @@ LOCAL_FORMS: dict[str, LocalForm] = {
     ),
     "autopar.embedding_slabs.default": LocalForm(row_sharded_slabs, {"row_groups": ("r",)}),
     "aten.cross_entropy_loss.default": LocalForm(
-        cross_entropy_loss, {"token_groups": _TOKENS, "vocab_groups": ("v",)}
+        cross_entropy_loss, {"token_groups": _TOKENS, "vocab_groups": ("v",)}, is_region=True
     ),
     "aten.one_hot.default": LocalForm(one_hot, _CLASSES),
     "aten.gather.default": LocalForm(gather, _CLASSES, takes_op=True),

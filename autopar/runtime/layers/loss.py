@@ -24,11 +24,13 @@ from autopar.runtime.spmd.rank_index import (
     first,
     ranks,
 )
+from autopar.runtime.spmd.run_state import RunState
 
 NONE, MEAN = 0, 1
 
 
 def cross_entropy_loss(
+    state: RunState,
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -43,6 +45,7 @@ def cross_entropy_loss(
     """``aten.cross_entropy_loss`` over the tokens and the vocabulary of every rank.
 
     Args:
+        state: that it is a region of: the logarithms of probabilities that it keeps are made anew where it runs again.
         logits: ``[t, v, d1..]`` or ``[v]``; tokens ``S`` on ``token_groups``, classes ``S`` on ``vocab_groups``.
         target: global class indices ``[t, d1..]``, ``R`` on ``vocab_groups``; or probabilities like ``logits``
             (then ``vocab_groups`` is empty).
@@ -56,18 +59,19 @@ def cross_entropy_loss(
         The loss ``[]``, ``P`` on ``token_groups``, ``I`` on ``vocab_groups``; ``[t, d1..]`` without a reduction.
     """
     op = torch.ops.aten.cross_entropy_loss.default
-    if target.is_floating_point():
-        loss = op(logits, target, weight, reduction, ignore_index, label_smoothing)
-        return _share_of_mean(loss, reduction, token_groups)
-    if vocab_groups:
-        assert weight is None, "class weights keep the vocabulary whole"
-        scores = logits.movedim(min(1, logits.dim() - 1), -1)
-        start = first(scores.shape[-1] * ranks(vocab_groups), vocab_groups, logits.device)
-        losses = _VocabCrossEntropy.apply(scores, target, start, ignore_index, label_smoothing, vocab_groups)
-        dtype = torch.float32 if autocasts(logits) else logits.dtype  # as autocast has the operator itself
-    else:
-        losses = op(logits, target, weight, NONE, ignore_index, label_smoothing)
-        dtype = losses.dtype
+    with state.random.region():
+        if target.is_floating_point() or not (token_groups or vocab_groups):
+            loss = op(logits, target, weight, reduction, ignore_index, label_smoothing)
+            return _share_of_mean(loss, reduction, token_groups)
+        if vocab_groups:
+            assert weight is None, "class weights keep the vocabulary whole"
+            scores = logits.movedim(min(1, logits.dim() - 1), -1)
+            start = first(scores.shape[-1] * ranks(vocab_groups), vocab_groups, logits.device)
+            losses = _VocabCrossEntropy.apply(scores, target, start, ignore_index, label_smoothing, vocab_groups)
+            dtype = torch.float32 if autocasts(logits) else logits.dtype  # as autocast has the operator itself
+        else:
+            losses = op(logits, target, weight, NONE, ignore_index, label_smoothing)
+            dtype = losses.dtype
     return _reduce(losses, target, weight, reduction, ignore_index, dtype, token_groups, vocab_groups, count)
 
 

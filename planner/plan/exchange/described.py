@@ -28,8 +28,8 @@ from planner.plan.document.axis_uses import (
     work_of,
 )
 from planner.plan.document.document import EVALUATE, Document
+from planner.plan.exchange.shared_layers import shared_layers
 
-KINDS = {"columns": "column", "rows": "row", "vocabulary": "vocabulary", "features": "features"}
 WAYS = {QUERY: "gather", ZIGZAG: "zigzag_gather", RING: "ring", ZIGZAG_RING: "zigzag"}
 LAYER = re.compile(r"(.+)\.(?:\*|\d+)")
 SHOWN = 3
@@ -83,6 +83,7 @@ def described(document: Document) -> tuple[Parallelism, list[Loss]]:
     zero = _zero(document, degrees.pop("sharded"), losses)
     recompute, recompute_layers = _recompute(document, layers, losses)
     pipeline, shape = document.pipeline, _input_shape(document)
+    axes = [at for at, kind in _kinds(document).items() if kind == "tensor"]
     if document.tables is not None and document.tables.in_slabs:
         losses.append(Loss("embedding tables in slabs", "no format places tables; look-ups are as in the model"))
     if document.offload == "auto":
@@ -102,7 +103,7 @@ def described(document: Document) -> tuple[Parallelism, list[Loss]]:
             recompute_layers=recompute_layers,
             dtype=document.model.get("dtypes", {}).get("compute", "float32").partition(",")[0],
             offload={"auto": "host"}.get(document.offload, document.offload),
-            products=_products(document),
+            products=shared_layers(document, axes, losses),
             batch=shape[0] if shape else None,
             sequence=shape[1] if len(shape) > 1 else None,
             layers=len(layers.numbers) or None,
@@ -242,19 +243,6 @@ def _levels(document: Document, layers: Layers) -> Mapping[str, int]:
 
 def _products_in(operators: tuple[str, ...]) -> bool:
     return any(name.partition(": ")[2] in ("linear", "addmm", "scaled_dot_product_attention") for name in operators)
-
-
-def _products(document: Document) -> dict[str, str]:
-    """By what the ranks of tensor axes share each module's weight."""
-    axes = [at for at, kind in _kinds(document).items() if kind == "tensor"]
-    found: dict[str, str] = {}
-    for block, detail in zip(document.blocks, document.account.blocks, strict=False):
-        for name, op in detail.ops.items():
-            at = next((at for at in axes if op.meaning[at] in KINDS), None)
-            if at is not None and op.parameters and name in block.ops and op.path:
-                kind, strips = KINDS[op.meaning[at]], block.ops[name].split()[at].partition("/")[2]
-                found.setdefault(op.path, f"{kind}/{strips}" if strips else kind)
-    return found
 
 
 def _input_shape(document: Document) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ class Export:
     def report(self) -> str:
         """What it loses, the price of that, and how the text is used."""
         count = len(self.losses)
-        lost = f"{count} thing{'s' * (count != 1)} of the plan it says otherwise" if count else "nothing is lost"
+        lost = f"{count} thing{'s' * (count != 1)} said otherwise, or in code" if count else "nothing is lost"
         rows = [f"for {self.format.tool}: {lost}"]
         rows += [in_paragraph(f"  {loss}", "    ") for loss in self.losses]
         rows.append(in_paragraph(f"  price: {self._priced()}", "    "))
@@ -110,6 +110,14 @@ def export(plan: Document, name: str, *, time_limit_s: float = 10.0) -> Export:
     form = format_of(name)
     whole, beyond = described(plan)
     description, losses = form.round(whole)
+    parts = description.batch_ranks * description.micro_batches
+    if description.batch is not None and description.batch % parts:
+        told = "; ".join(loss.what for loss in losses)
+        raise ConfigError(
+            f"{form.tool} cannot say this plan ({told}): a batch of {description.batch} does not divide by {parts} "
+            "parts, one for each data-parallel rank and micro-batch. Export to a format that has pipelines, such as "
+            "megatron, or plan a larger batch"
+        )
     predicted = plan.predicted
     planned = Price(predicted.step_time_s, predicted.peak_bytes)
     return Export(

@@ -67,7 +67,7 @@ def linted(config: Path, text: str, folder: Path, *words: str) -> Result:
 
 
 def test_a_configuration_that_runs_is_priced_beside_the_best_and_a_change(config: Path, tmp_path: Path) -> None:
-    result = linted(config, GOOD, tmp_path, "--time-limit", "3")
+    result = linted(config, GOOD, tmp_path, "--time-limit", "4")
     assert result.exit_code == 0, result.output
     assert "for DeepSpeed 0.19.8: runs" in result.stdout
     for word in ("fits: ", "takes: ", "best: ", "change: "):

@@ -7,6 +7,7 @@ own, so that the frameworks are imported once for all ranks and for nobody else.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -150,17 +151,12 @@ def collecting(seen: list[float]) -> Any:
     return Collect()
 
 
-def carry_out(title: str, pin: Mapping[str, Any] | None, folder: str, go_on: bool = False) -> dict[str, Any]:
-    """A recipe in one of some processes: what it logged, wrote and holds in the end.
-
-    Args:
-        go_on: from the state that the recipe saved in this folder, in its middle.
-    """
+def _set_up(folder: str) -> None:
+    """Of one of some processes, as torchrun does it."""
     import torch
     import torch.distributed as dist
 
-    from autopar.verification.float64 import exact
-
+    gc.freeze()  # trainers collect garbage again and again, and what was imported is a million objects
     for name in ("transformers", "lightning.pytorch", "datasets", "trl"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -169,10 +165,22 @@ def carry_out(title: str, pin: Mapping[str, Any] | None, folder: str, go_on: boo
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "recipes"}
     os.chdir(folder)
     torch.manual_seed(0)
-    text, found = (
-        RECIPES[title] if pin is not None else own(RECIPES[title]),
-        names(pin, int(world), 24 if title == LIGHTNING else 20),
-    )
+
+
+def carry_out(title: str, pin: Mapping[str, Any] | None, folder: str, go_on: bool = False) -> dict[str, Any]:
+    """A recipe in one of some processes: what it logged, wrote and holds in the end.
+
+    Args:
+        go_on: from the state that the recipe saved in this folder, in its middle.
+    """
+    import torch.distributed as dist
+
+    from autopar.verification.float64 import exact
+
+    _set_up(folder)
+    world = dist.get_world_size()
+    text = RECIPES[title] if pin is not None else own(RECIPES[title])
+    found = names(pin, world, 24 if title == LIGHTNING else 20)  # else a last batch that is smaller
     if title == LIGHTNING:
         found["options"]["callbacks"] = [collecting(found["seen"])]
     if go_on:
@@ -293,6 +301,7 @@ def refused(folder: str) -> dict[str, str]:
 def under_autocast(folder: str) -> list[float]:
     """A loss with Accelerate's mixed precision, before that is on, and under torch's own autocast."""
     import torch
+    from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     import autopar
@@ -303,9 +312,64 @@ def under_autocast(folder: str) -> list[float]:
     plain = pmodel(**pmodel.shard(batch)).loss.item()
     with torch.autocast("cpu", torch.bfloat16):
         expected = pmodel(**pmodel.shard(batch)).loss.item()
+    loader = pmodel.dataloader(samples(8, 1))
+    assert Accelerator().prepare(loader) is loader  # and not shared out once more
     AcceleratorState._reset_state()  # which processes keep from one accelerator to the next
     prepared = ParallelAccelerator(mixed_precision="bf16").prepare(pmodel)
     return [prepared(**pmodel.shard(batch)).loss.item(), plain, expected]
+
+
+def around(pin: Mapping[str, Any] | None, folder: str) -> dict[str, Any]:
+    """What a Trainer does beside training its own loss: evaluates and predicts at once, loads the best model, takes
+    the optimizer that it is given, trains a loss that is computed beside the model, reads an iterable dataset.
+    """
+    import torch
+    import torch.distributed as dist
+    from transformers import Trainer, TrainingArguments
+
+    import autopar
+    from autopar.integrations.transformers import ParallelTrainer
+    from autopar.verification.float64 import exact
+    from tests.autopar.integrations.classifier import Samples, Scores, ScoresAndLoss, loss_of, rows
+
+    _set_up(folder)
+    kind, cluster = Trainer if pin is None else ParallelTrainer, autopar.ClusterSpec.local(dist.get_world_size())
+    parallelize = in_one_process if pin is None else autopar.parallelize
+    sizes = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "learning_rate": 1e-2}
+
+    def args(**options: Any) -> Any:
+        return TrainingArguments("run", **{"save_strategy": "no", "logging_steps": 1, **sizes, **options})
+
+    def losses(trainer: Any) -> list[Any]:
+        return [each[key] for each in trainer.state.log_history for key in ("loss", "eval_loss") if key in each]
+
+    dataset, held_out = samples(16, 1), samples(12, 2)
+    batch = torch.utils.data.default_collate(dataset[:8])
+    with exact():
+        pmodel = parallelize(llama(), cluster, example_kwargs=batch, pin=pin)
+        trainer = kind(pmodel, args(), eval_dataset=held_out, compute_metrics=accuracy)
+        measured = trainer.evaluate()
+        predicted = trainer.predict([{"input_ids": each["input_ids"]} for each in held_out[:8]]).predictions
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "eval_strategy": "steps"}
+        steps = {"max_steps": 3, "save_steps": 1, "eval_steps": 1, "save_strategy": "steps"}
+        made = (pmodel.optimizer(torch.optim.AdamW, lr=1e-2), None)
+        data = {"train_dataset": Samples(dataset), "eval_dataset": held_out}
+        trainer = kind(pmodel, args(**best, **steps), **data, compute_metrics=accuracy, optimizers=made)
+        trainer.train()
+        last, restored = losses(trainer)[-1], trainer.evaluate()["eval_loss"]
+        model = Scores() if pin else ScoresAndLoss()
+        given = {"example_kwargs": torch.utils.data.default_collate(rows()[:8]), "loss_fn": loss_of, "pin": pin}
+        scored = kind(
+            parallelize(model, cluster, **given), args(max_steps=2), train_dataset=rows(), eval_dataset=rows()
+        )
+        scored.train()
+        scored.evaluate()
+    return {
+        "evaluated": [measured["eval_loss"], measured["eval_accuracy"]],
+        "predicted": projected(torch.from_numpy(predicted)),
+        "best": [losses(trainer), last, restored, trainer.state.best_metric, trainer.state.best_global_step],
+        "scored": losses(scored),
+    }
 
 
 def main() -> None:
@@ -322,6 +386,10 @@ def main() -> None:
 
         found: dict[str, Any] = {
             "refused": processes.run(refused, folder, ranks=1)[0],
+            "around": [
+                processes.run(around, pin, tempfile.mkdtemp(dir=folder), ranks=ranks)
+                for ranks, pin in ((1, None), (2, {"data": 2, "zero": 3}))
+            ],
             "autocast": processes.run(under_autocast, folder, ranks=1)[0],
         }
         for title in sys.argv[1:] or RECIPES:

@@ -83,6 +83,14 @@ def test_what_does_not_go_together_is_said(runs: dict[str, Any], case: str) -> N
     assert re.search(REFUSED[case], runs["refused"][case])
 
 
+def test_a_trainer_evaluates_predicts_and_takes_what_it_is_given_as_in_one_process(runs: dict[str, Any]) -> None:
+    (alone,), ranks = runs["around"]
+    losses, last, restored, _, step = alone["best"]
+    assert step < 3 and last != restored and restored in losses  # or no other model would be loaded
+    for rank in ranks:
+        assert flat(rank) == pytest.approx(flat(alone), rel=1e-9, abs=1e-12)
+
+
 def test_mixed_precision_is_that_of_the_accelerator(runs: dict[str, Any]) -> None:
     mixed, plain, autocast = runs["autocast"]
     assert mixed == autocast != plain

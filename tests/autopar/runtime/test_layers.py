@@ -42,6 +42,7 @@ from tests.autopar.sharding_oracle import Call, cut, gradient_types, join, tenso
 
 aten = torch.ops.aten
 BUFFERS = ("running_mean", "running_var")
+STATE = RunState(RandomState(0))
 CONSTANTS = {*BUFFERS, "pos_weight", "class weight"}
 
 
@@ -168,7 +169,8 @@ def run_form(call: Call, rule: Rule, strategies: Sequence[AxisStrategy], groups:
     schema = call.op._schema.arguments
     positional = [call.args[a.name] for a in schema if not a.kwarg_only]
     keywords |= {a.name: call.args[a.name] for a in schema if a.kwarg_only}
-    return list(tensors(form.function(*((call.op,) if form.takes_op else ()), *positional, **keywords)))
+    first = (call.op,) if form.takes_op else (STATE,) if form.is_region else ()
+    return list(tensors(form.function(*first, *positional, **keywords)))
 
 
 def checked(local_type: LocalType) -> Any:
@@ -531,7 +533,7 @@ def test_vocab_cross_entropy_saves_the_logits_and_little_else() -> None:
         local = mode.rank_map(lambda _: logits.detach()).requires_grad_()
         saved: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            cross_entropy_loss(local, target, vocab_groups=(mesh.get_group(0),))
+            cross_entropy_loss(STATE, local, target, vocab_groups=(mesh.get_group(0),))
         large = [x._local_tensors[0] for x in saved if x.numel() == local.numel()]
         assert [x.data_ptr() for x in large] == [local.detach()._local_tensors[0].data_ptr()]
         others = sum(x.numel() * x.element_size() for x in saved if x.numel() < local.numel())
@@ -547,8 +549,8 @@ def test_low_precision_keeps_dtypes_and_wide_sums(dtype: torch.dtype) -> None:
         halves = [logits.chunk(2, d) for d in (0, 1)]
         by_token, by_class = (mode.rank_map(lambda r, h=half: h[r].contiguous()).requires_grad_() for half in halves)
         targets = mode.rank_map(lambda r: target.chunk(2)[r])
-        terms = cross_entropy_loss(by_token, targets, token_groups=group)
-        complete = cross_entropy_loss(by_class, target, vocab_groups=group)
+        terms = cross_entropy_loss(STATE, by_token, targets, token_groups=group)
+        complete = cross_entropy_loss(STATE, by_class, target, vocab_groups=group)
         assert terms.dtype == complete.dtype == dtype
         both = [terms.detach()._local_tensors[0] + terms.detach()._local_tensors[1], complete._local_tensors[1]]
         for loss in both:

@@ -17,6 +17,7 @@ from autopar.driver.trace import trace
 from benchmarks import memory_micro_batched
 from benchmarks.context import HEAD, HEADS, Layer
 from benchmarks.memory import observed_peak
+from benchmarks.million import LossInParts
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
@@ -67,6 +68,22 @@ def test_attention_in_a_ring_needs_no_more_on_more_ranks(kind: str) -> None:
         assert plan.predicted.peak_bytes == pytest.approx(observed, rel=0.08)
         found.add((plan.predicted.peak_bytes - 4 * x.numel(), observed - 4 * x.numel()))
     assert len(found) == 1
+
+
+def test_what_a_loss_in_parts_keeps_is_made_anew() -> None:
+    """Of eight parts that recompute, the logarithms of one's probabilities are there at a time."""
+    tokens, vocab, parts = 64, 4096, 8
+    model = LossInParts(llama(vocab_size=vocab), parts)
+    ids = torch.randint(0, vocab, (1, tokens))
+    traced = trace(model, None, {"input_ids": ids, "labels": ids})
+    observed = {}
+    for level in ("full", "none"):
+        pin = {"context": 2, "recompute": level, "pipeline": 1, "micro_batches": 1, "zero": 0}
+        plan = plan_traced(traced, ClusterSpec.local(2), Pins.parse(pin), Training())
+        observed[level] = observed_peak(model, traced, plan.assignment)
+        assert plan.predicted.peak_bytes == pytest.approx(observed[level], rel=0.01)
+    kept = tokens // 2 // parts * vocab * 4
+    assert observed["full"] < observed["none"] - (parts - 2) * kept
 
 
 class Dropping(nn.Module):

@@ -143,7 +143,19 @@ def test_presets_of_gpus_know_their_multiprocessors(name: str) -> None:
     cache = device.cache_bandwidth_bytes_per_s
     assert cache is not None
     assert 384 * 2 / cache <= 2 * 256 * 128 / (device.peak("float16") * device.matmul_efficiency)
-    assert all(0.2 < share < device.matmul_efficiency + 0.01 for share in device.attention_efficiency)
+    assert all(0.2 < share < device.matmul_efficiency + 0.01 for share in device.attention)
+
+
+def test_attention_runs_at_the_rate_of_its_kernel() -> None:
+    device = ClusterSpec.preset("dgx-h100").device
+    assert device.attention == (0.37, 0.33)
+    assert device.model_copy(update={"attention_kernel": "flash_3"}).attention == (0.65, 0.53)
+    stated = {"attention_kernel": None, "attention_efficiency": (0.2, 0.1)}
+    assert device.model_copy(update=stated).attention == (0.2, 0.1)
+    fields = ClusterSpec.preset("dgx-v100").to_dict()
+    fields["device"]["attention_kernel"] = "cudnn"
+    with pytest.raises(ClusterError, match=r"kernel is .cudnn.; .* these are: efficient. Add it there"):
+        ClusterSpec.from_dict(fields)
 
 
 def test_products_of_float32_run_as_they_are_told_to() -> None:

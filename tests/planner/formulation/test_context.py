@@ -248,7 +248,7 @@ def test_pieces_are_priced_as_they_run() -> None:
     flops = 4 * 8 * 64 * (256 * 256 / 2 + 256 * 768)
     start_s = 2 * spec.device.launch_overhead_s
     found_s = sum(cost.compute_s(0.0, 0.0, "float32", kernel=kernel) for kernel in (square, rest))
-    assert math.isclose(found_s - start_s, flops / (spec.device.peak("float32") * spec.device.attention_efficiency[0]))
+    assert math.isclose(found_s - start_s, flops / (spec.device.peak("float32") * spec.device.attention[0]))
 
 
 def test_what_goes_around_is_hidden_where_links_and_cores_are_apart() -> None:

@@ -68,7 +68,7 @@ def descriptions(count: int) -> Iterator[Parallelism]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_rounded_is_written_and_read_again(name: str) -> None:
     form = FORMATS[name]
-    for d in descriptions(400):
+    for d in descriptions(150):
         rounded, losses = form.round(d)
         assert rounded.size == d.size, "ranks of what cannot be said do something else"
         assert form.round(rounded)[0] == rounded, "once rounded, nothing is left to round"

@@ -95,6 +95,12 @@ def test_what_fits_in_no_way_is_said_to_have_no_price() -> None:
     assert "the configuration has none" in exported.report
 
 
+def test_what_would_leave_ranks_without_samples_is_refused() -> None:
+    plan = plan_of(residual_mlp(layers=4, batch=2), pin={"pipeline": 4, "micro_batches": 2, "data": 1})
+    with pytest.raises(ConfigError, match=r"pipeline parallel 4 -> 1.*: a batch of 2 does not divide by 4 parts"):
+        plan.export("accelerate")
+
+
 def test_wrong_words_are_refused() -> None:
     plan = load("dense")
     with pytest.raises(ConfigError, match=r"no format 'megatrn'; did you mean 'megatron'\? there are: .*deepspeed"):

@@ -19,7 +19,7 @@ def deepspeed(stage: int) -> str:
     return json.dumps({"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": stage}})
 
 
-def linted(text: str, memory: int | str = "1 GiB", limit_s: float = 3.0) -> Lint:
+def linted(text: str, memory: int | str = "1 GiB", limit_s: float = 4.0) -> Lint:
     return lint(text, None, MLP, cluster(4, memory), Training(), time_limit_s=limit_s)
 
 
@@ -47,12 +47,12 @@ def test_a_pipeline_is_said_to_fit_rank_by_rank() -> None:
 
 
 def test_what_does_not_fit_is_said_with_a_change_that_does() -> None:
-    whole = linted(deepspeed(0), limit_s=1)
-    shards = linted(deepspeed(3), limit_s=1)
+    whole = linted(deepspeed(0), limit_s=2)
+    shards = linted(deepspeed(3), limit_s=2)
     assert whole.cost is not None
     assert shards.cost is not None
     between = int((whole.cost.peak_bytes + shards.cost.peak_bytes) / 2 / 0.9)
-    found = linted(deepspeed(0), between)
+    found = linted(deepspeed(0), between, limit_s=10)
     assert not found.runs
     assert "needs" in found.misfit or "no plan that fits" in found.misfit
     assert found.change is not None
