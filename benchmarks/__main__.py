@@ -58,7 +58,9 @@ STEP_CASES = tuple(
     step_time.Case(kind, ranks, heap) for kind in ("data", "tensor") for ranks in (2, 4) for heap in ("default", "kept")
 )
 STAGE_CASES = tuple(step_time.Case("pipeline", ranks) for ranks in (2, 4))
-EXPERT_CASES = tuple(step_time.Case("expert", ranks, heap) for ranks in (2, 4) for heap in ("default", "kept"))
+EXPERT_CASES = tuple(
+    step_time.Case("expert", ranks, heap, steps=32) for ranks in (2, 4) for heap in ("default", "kept")
+)
 SHARD_CASES = tuple(step_time.Case(kind, ranks) for kind in ("zero 2", "zero 3") for ranks in (2, 4))
 THEIRS = {
     "data": "DDP",

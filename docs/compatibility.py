@@ -59,7 +59,7 @@ that says so. Records: [zoo](../benchmarks/results/zoo.md), [micro-batched](../b
 
 
 COLUMNS = (
-    *("searched", "random", "data", "ZeRO 3", "tensor", "sequence", "context", "pipeline", "micro-batches"),
+    *("searched", "random", "data", "ZeRO 3", "tensor", "sequence", "context", "expert", "pipeline", "micro-batches"),
     *("recompute", "offload"),
 )
 
@@ -68,6 +68,7 @@ def _ways_of_zoo(plan: str) -> list[str]:
     if plan.startswith(("search", "random")):
         return ["searched" if plan.startswith("search") else "random"]
     ways = {"data": "data", "zero 3": "ZeRO 3", "tensor": "tensor", "sequence": "sequence", "context": "context"}
+    ways |= {"expert": "expert"}
     return [ways[word] for word in re.split(r" x | \+ |, ", plan)]
 
 

@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.emit.local_ops import SAMPLES
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import P, R, Shard
@@ -55,11 +56,11 @@ def flops(op: Any, *args: Any, **kwargs: Any) -> int:
 
 
 def needs_layer(op: Any, rule: Rule, strategy: AxisStrategy) -> bool:
-    """Whether the runtime replaces the operator under this strategy."""
+    """Whether the runtime replaces the operator under this strategy by one that computes something else."""
     form = LOCAL_FORMS.get(str(op))
     if form is None or not strategy.factor:
         return False
-    factors = {factor for group in form.groups.values() for factor in group}
+    factors = {factor for keyword, group in form.groups.items() if keyword != SAMPLES for factor in group}
     lacking = find(rule.results[0], strategy.factor, rule.sizes) is None
     return strategy.sharded in factors or (lacking and CONTRACTED in factors)
 
