@@ -160,6 +160,7 @@ def _set_up(folder: str) -> None:
     """Of one of some processes, as torchrun does it."""
     import torch
     import torch.distributed as dist
+    from accelerate.state import AcceleratorState
 
     gc.freeze()  # trainers collect garbage again and again, and what was imported is a million objects
     for name in ("transformers", "lightning.pytorch", "datasets", "trl"):
@@ -168,6 +169,8 @@ def _set_up(folder: str) -> None:
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "recipes"}
+    os.environ["ACCELERATE_USE_CPU"] = str(world != "1").lower()  # or Accelerate takes each for the only one
+    AcceleratorState._reset_state(reset_partial_state=True)  # which processes keep from one accelerator to the next
     os.chdir(folder)
     torch.manual_seed(0)
 
