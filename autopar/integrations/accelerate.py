@@ -113,9 +113,9 @@ class ParallelAccelerator(Accelerator):
         return tree_map(lambda each: each.full_tensor() if isinstance(each, DTensor) else each, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As of ``Accelerator`` in one process; objects that are no tensors are returned as they are."""
+        """As of ``Accelerator`` in one process; objects that are no tensors are of the whole batch, too."""
         if use_gather_object or not all(isinstance(each, torch.Tensor) for each in tree_leaves(input_data)):
-            return input_data
+            return self.gather(input_data)
         return super().gather_for_metrics(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
