@@ -21,7 +21,7 @@ from autopar.runtime.spmd.micro_batch import of_this_micro_batch
 from autopar.runtime.spmd.parameters import gather_parameters, replicate_parameters
 from autopar.runtime.spmd.resharding import convert
 from planner.formulation.assignment import Assignment
-from planner.formulation.beside import beside, needs_of
+from planner.formulation.overlap import needs_of, overlapped
 from planner.formulation.remat.backward_slice import Again
 from planner.formulation.resharding import ReshardStep, Route
 from planner.ir.folding import Block
@@ -425,7 +425,7 @@ def block_body(
     begins: dict[str, list[Node]] = {}
     for node in block.nodes:
         needs = needs_of([call for _, call in assignment.choice(node).inner])
-        for first in beside(block.nodes, node, needs)[:1] if needs else ():
+        for first in overlapped(block.nodes, node, needs)[:1] if needs else ():
             begins.setdefault(first.name, []).append(node)
     for node in block.nodes:
         for other in begins.get(node.name, ()):

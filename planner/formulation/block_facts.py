@@ -14,7 +14,7 @@ from planner.formulation.remat.levels import NOTHING, Level, Recompute
 from planner.formulation.remat.saved_accounting import Charges, Places
 from planner.formulation.strategies import Ways
 from planner.formulation.variables import Variable
-from planner.ir.folding import Folded
+from planner.ir.folding import Block, Folded
 from planner.ir.graph import Node, Ref
 from planner.ops import OPS
 from planner.ops.memory_traffic import MemoryTraffic, added_places, traffic
@@ -70,6 +70,10 @@ class BlockFacts:
         """Which tensors an operator owns as saved for backward (:mod:`planner.formulation.remat.saved_accounting`)."""
         number, at = self.seat[node.name]
         return self._charges.of(recompute or NOTHING)[number].places[at]
+
+    def block_of(self, node: Node) -> Block:
+        """The block in which an operator is."""
+        return self.folded.instances[self.seat[node.name][0]].block
 
     @cached_property
     def seat(self) -> dict[str, tuple[int, int]]:

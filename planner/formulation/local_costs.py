@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from planner.base.symbolic_float import at_least_zero
 from planner.cost.kernels import Stream, attention_kernels, kernel_of
 from planner.cost.model import CostModel
-from planner.formulation.beside import beside, needs_of
 from planner.formulation.choices import Choices, Options
 from planner.formulation.decisions import DecisionGraph
+from planner.formulation.overlap import needs_of, overlapped
 from planner.formulation.resharding import ReshardingTable, local_bytes
 from planner.formulation.strategies import Choice
 from planner.formulation.training import Tier, Training
@@ -55,7 +55,7 @@ class Known:
         self.tables: dict[object, ReshardingTable] = {}
         self.pairs: dict[object, tuple[Floats, Floats, Ints]] = {}
         self.computed: dict[object, tuple[float, float]] = {}
-        self.seconds: dict[tuple[int, MemoryTraffic], Floats] = {}
+        self.seconds: dict[object, Floats] = {}
         self.works: dict[object, tuple[Floats, Ints, Ints]] = {}
         self.parts: dict[int, tuple[Ints, Mask, Mask]] = {}
         self.sizes: dict[object, Ints] = {}
@@ -119,24 +119,27 @@ class LocalCosts:
         self.overlap = OVERLAP[cost.cluster.backend] if stated is None else stated
         # Lists of choices are told apart by the ways that they are made of, so these must be the same ones.
         is_like = like is not None and like.decision_graph.blocks.ways is decision_graph.blocks.ways
-        self._known_beside: dict[str, tuple[float, float]] = {}
+        self._overlapped: dict[str, tuple[float, float]] = {}
         self._known: Known = like._known if like is not None and is_like else Known()
 
     def works_of(self, node: Node, options: Options) -> tuple[Floats, Ints, Ints]:
         """Seconds (as :class:`Work` has them), bytes, and bytes of parameters, of every choice of an operator.
 
-        Operators that share their choices share their rule, and so what they cost; what is held of it may differ.
+        Operators that share their choices share their rule, and so what they cost; what is held of it, and what their
+        collectives overlap, may differ.
         """
         assert isinstance(options, Choices)
         working, traffic = self.decision_graph.blocks.working(node), self.traffic(node)
-        key = (id(options), working, traffic)
+        calls = [call for ways in options.strategies for strategy in ways for call in strategy.inner]
+        of_seconds = id(options), traffic, self._overlapped_s(node, needs_of(calls))
+        key = (of_seconds, working)
         if key not in self._known.works:
             sizes, is_term, is_whole = self._parts_of(node, options)
-            if (id(options), traffic) not in self._known.seconds:
-                self._known.seconds[id(options), traffic] = self._seconds_of(node, options, sizes)
+            if of_seconds not in self._known.seconds:
+                self._known.seconds[of_seconds] = self._seconds_of(node, options, sizes)
             transient = working.bytes_of_each(sizes, is_term, is_whole)
             parameters = sizes[list(working.parameters)].sum(axis=0)
-            self._known.works[key] = self._known.seconds[id(options), traffic], transient, parameters
+            self._known.works[key] = self._known.seconds[of_seconds], transient, parameters
         return self._known.works[key]
 
     def _parts_of(self, node: Node, choices: Choices) -> tuple[Ints, Mask, Mask]:
@@ -344,7 +347,7 @@ class LocalCosts:
         if not any(strategy.inner for strategy in choice.axes):
             return 0.0, 0.0
         inner, around = {"forward": 0.0, "backward": 0.0}, dict[tuple[str, int], list[tuple[float, int]]]()
-        least_s = self._beside_s(node, needs_of([call for _, call in choice.inner]))
+        least_s = self._overlapped_s(node, needs_of([call for _, call in choice.inner]))
         hides_s = {phase: self.overlap * seconds for phase, seconds in zip(inner, least_s, strict=True)}
         for axis, call, bytes_in, times in self.inner_calls(rule, choice, any(t.grad for t in node.results)):
             seconds = self.collective_s(call.kind, axis, bytes_in)
@@ -364,23 +367,23 @@ class LocalCosts:
             inner[phase] += (hops - 1) * exposed_s + at_least_zero(first_s - beside_s) + behind_s
         return inner["forward"], inner["backward"]
 
-    def _beside_s(self, node: Node, needs: Sequence[int]) -> tuple[float, float]:
-        """Seconds, forward and backward, that the products beside an operator's collective take at least: shared by all
+    def _overlapped_s(self, node: Node, needs: Sequence[int]) -> tuple[float, float]:
+        """Seconds, forward and backward, of products that an operator's collective overlaps, at least: shared by all
         ranks, however they are sharded.
         """
         if not needs:
             return 0.0, 0.0
-        if node.name not in self._known_beside:
+        if node.name not in self._overlapped:
             forward_s = backward_s = 0.0
-            for other in beside(self.graph.nodes, node, needs):
+            for other in overlapped(self.decision_graph.blocks.block_of(node).nodes, node, needs):
                 row, operands = OPS.get(other.op), self.graph.input_types(other)
                 if row is not None and row.contracts:
                     flops = row.flops(other, operands, self.rules[other.name]) / self.mesh.size
                     trained = sum(tensor.grad and len(tensor.shape) > 1 for tensor in operands)  # not of a bias
                     forward_s += self.cost.compute_s(flops, 0.0, other.results[0].dtype)
                     backward_s += self.cost.compute_s(trained * flops, 0.0, other.results[0].dtype, trained)
-            self._known_beside[node.name] = forward_s, backward_s
-        return self._known_beside[node.name]
+            self._overlapped[node.name] = forward_s, backward_s
+        return self._overlapped[node.name]
 
     def load(self, node: Node, choice: Choice) -> float:
         """What the busiest rank has of an operator's work over the average: of what is uneven as the cluster states it,

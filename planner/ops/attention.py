@@ -156,8 +156,13 @@ def sight(node: Node) -> Sight:
 
 
 def has_scores(node: Node, on_cpu: bool) -> bool:
-    """Whether scores of a piece of an attention are there while it runs, for want of a kernel without."""
-    return bool(node["softcap"] or (on_cpu and node["dropout_p"]))
+    """Whether scores of a piece of an attention are there while it runs."""
+    return needs_scores(node.results[0].dtype, on_cpu, node["dropout_p"], node["softcap"])
+
+
+def needs_scores(dtype: str, on_cpu: bool, dropout_p: object, softcap: object) -> bool:
+    """Whether torch has no kernel for pieces of such attention that does without scores."""
+    return softcap is not None or bool(dropout_p if on_cpu else dtype == "float64")
 
 
 def shares_heads(node: Node, strategy: AxisStrategy) -> bool:

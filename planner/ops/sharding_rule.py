@@ -26,7 +26,7 @@ class Inner:
     factors of ``shared`` share these elements, and one of so many ``parts`` of them is moved. What goes ``around`` the
     ranks is called once for each of the others; where a rank meets only so many indices of the last factor before its
     own (``reach``), as often as it takes to bring these, with those that are left. What only ``needs`` some operands,
-    by place, is on its way while others are computed (:mod:`planner.formulation.beside`).
+    by place, is on its way while others are computed (:mod:`planner.formulation.overlap`).
     """
 
     kind: str

@@ -1,7 +1,7 @@
 """Late experts: a mixture of experts comes after what its layer computes without it, such as shared experts.
 
-Tokens that are dispatched travel while that is computed (:mod:`planner.formulation.beside`). So what experts need comes
-first, then what neither makes that nor reads what they make of it, then they.
+Tokens that are dispatched travel while that is computed (:mod:`planner.formulation.overlap`). So what experts need
+comes first, then what neither makes that nor reads what they make of it, then they.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class LocalForm:
         is_region: its first argument is the run state, and it is one region of it (:func:`RandomState.region`) that
             draws nothing: what it keeps for backward is made anew where it runs again. It always replaces the operator.
         begins: sends what the function then waits for, before others are computed
-            (:mod:`planner.formulation.beside`): takes the run state, of which it is a region too, the operands that it
+            (:mod:`planner.formulation.overlap`): takes the run state, of which it is a region too, the operands that it
             needs, the local length of the fourth, and the groups other than ``sample_groups``. What it returns is the
             function's keyword ``sent``.
         takes_path: a keyword ``path`` takes the path of the module, for errors. It always replaces the operator.

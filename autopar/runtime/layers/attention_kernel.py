@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from planner.ops.attention import needs_scores
+
 _aten = torch.ops.aten
 ALIGNMENT = 8
 """GPUs' kernels take heads whose sizes are multiples of it."""
@@ -89,8 +91,8 @@ class AttentionPiece:
     @property
     def has_scores(self) -> bool:
         """Whether no kernel does without scores."""
-        is_needed = self.query.dtype == torch.float64 if self.query.is_cuda else self.dropout_p > 0
-        return is_needed or self.softcap is not None
+        dtype = str(self.query.dtype).removeprefix("torch.")
+        return needs_scores(dtype, not self.query.is_cuda, self.dropout_p, self.softcap)
 
     def in_wide(self) -> AttentionPiece:
         """With operands in float32 at the least."""

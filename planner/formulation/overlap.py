@@ -20,11 +20,12 @@ def needs_of(inner: Sequence[Inner]) -> tuple[int, ...]:
     return next((call.needs for call in inner if call.needs), ())
 
 
-def beside(nodes: Sequence[Node], node: Node, needs: Sequence[int]) -> Sequence[Node]:
-    """The operators between the last that makes one of the operands ``needs`` and ``node``, if a product is among them.
+def overlapped(nodes: Sequence[Node], node: Node, needs: Sequence[int]) -> Sequence[Node]:
+    """What a collective of ``node`` overlaps: the operators between it and the last that makes one of the operands
+    ``needs``, if a product is among them.
 
     Args:
-        nodes: of a block or a graph, in order; ``node`` is one of them.
+        nodes: of the block, in order, as no program goes beyond one; ``node`` is one of them.
     """
     made = {node.inputs[place].node for place in needs}
     end = begin = next(at for at, each in enumerate(nodes) if each.name == node.name)
