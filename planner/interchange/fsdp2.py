@@ -14,6 +14,7 @@ from typing import Any
 from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, degree, take
 from planner.interchange.limits import (
+    dtypes_elsewhere,
     heads_from_shapes,
     into_data,
     layers_alone,
@@ -382,10 +383,11 @@ def read(text: str) -> Parallelism:
             micro_batches=found.get("MICRO_BATCHES", 1),
             recompute=_recompute(recompute),
             recompute_layers=found.get("RECOMPUTED_LAYERS"),
+            stored="",
             offload="host" if found.get("OFFLOAD") else "none",
             products=products,
             layers=sum(stages) or None,
-            layer_path=f"{found['LAYERS']}.*" if "LAYERS" in found else "",
+            layer_path=f"{found['LAYERS']}.*" if found.get("LAYERS") else "",
         )
     )
 
@@ -421,7 +423,13 @@ LIMITS = (
     ),
     together("FSDP2"),
     nothing_gathered_again("FSDP2 code"),
+    Limit(
+        "layers that are alike recompute, and the model has none",
+        lambda d: d.recompute in ("selective", "full") and not d.layer_path,
+        lambda d: replace(d, recompute="none", recompute_layers=None),
+    ),
     offload_to_host("FSDP"),
+    *dtypes_elsewhere("the model comes in its dtype"),
 )
 FORMAT = Format(
     "fsdp2",
