@@ -10,6 +10,7 @@ import yaml
 from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, degree, parse_yaml, take
 from planner.interchange.limits import (
+    equal_labels,
     into_data,
     micro_batches_elsewhere,
     model_dtype,
@@ -165,6 +166,7 @@ LIMITS = (
         lambda d: replace(d, stored="float32"),
     ),
     Limit("said in code: the model comes in its dtype", lambda d: d.stored not in ("", "float32"), about="stored"),
+    equal_labels("weight them in your loop"),
     micro_batches_elsewhere("Accelerator(gradient_accumulation_steps=...)"),
 )
 FORMAT = Format(

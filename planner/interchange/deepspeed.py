@@ -10,6 +10,7 @@ from typing import Any
 from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, degree, parse_json, take
 from planner.interchange.limits import (
+    equal_labels,
     into_data,
     layers_alone,
     model_dtype,
@@ -206,6 +207,7 @@ def _said(d: Parallelism) -> dict[str, str]:
 LIMITS = (
     model_dtype(),
     stored_in_float32(TOOL),
+    equal_labels("weight them in your loop"),
     no_pipeline(TOOL),
     Limit(
         "ZeRO shards over all data-parallel ranks, without copies",

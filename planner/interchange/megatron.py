@@ -12,6 +12,7 @@ from planner.base.errors import ConfigError
 from planner.base.units import nearest
 from planner.interchange.format import Format, Limit
 from planner.interchange.limits import (
+    equal_labels,
     model_dtype,
     own_products,
     stored_in_float32,
@@ -301,6 +302,7 @@ def _modules(given: dict[str, list[str]], recompute: Recomputation) -> tuple[str
 LIMITS = (
     model_dtype(),
     stored_in_float32(TOOL),
+    equal_labels("give --calculate-per-token-loss"),
     own_products(TOOL),
     Limit(
         "gradients are summed once a step in either stage, and stage 1 needs no Megatron-FSDP",

@@ -69,7 +69,7 @@ def test_the_price_of_what_is_rounded_is_that_of_the_best_plan_with_its_pins() -
 
 def test_what_loses_nothing_costs_what_the_plan_costs() -> None:
     plan = plan_of(residual_mlp(layers=4, batch=64), pin={"data": 4, "zero": 3, "pipeline": 1, "micro_batches": 1})
-    exported = plan.export("accelerate")
+    exported = plan.export("hf")
     assert not exported.losses
     assert exported.price == exported.planned
     assert "nothing is lost" in exported.report
