@@ -37,24 +37,49 @@ def page() -> str:
 def models() -> str:
     """Models under plans: how many runs equal the original."""
     runs: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for row in record("zoo")["rows"]:
+    zoo = record("zoo")["rows"]
+    calls = {(row["model"], row["mesh"], row["plan"]): row.get("calls") for row in zoo}
+    commits = {row["model"]: row["commit"] for row in zoo}
+    reasons: dict[str, str] = {}  # why a plan was refused -> what a cell says
+    for row in zoo:
+        plainer = calls.get((row["model"], row["mesh"], re.sub(r" \+ sequence|, zero 3", "", row["plan"])))
+        is_another = row["plan"].endswith(("+ sequence", "zero 3")) and plainer == row.get("calls")
+        if is_another or (row["plan"].startswith("search") and not row["calls"]):
+            continue
+        status = row["status"]
+        if status == "n/a":
+            why = re.sub(r" is \d+ but", " is more than 1 but", row["why"])
+            if why not in reasons:
+                reasons[why] = f"n/a ({'abcdef'[len(reasons)]})"
+            status = reasons[why]
         for column in _ways_of_zoo(row["plan"]):
-            runs[row["model"]][column].append(row["status"])
+            runs[row["model"]][column].append(status)
     for name in ("zoo_micro_batched", "zoo_tiers"):
         for row in record(name)["results"]:
             for column in _ways_of_pin(row["pin"]):
                 runs[row["model"]][column].append(row["status"])
     columns = [each for each in COLUMNS if any(each in found for found in runs.values())]
-    rows = [[model, *(_count(found[column]) for column in columns)] for model, found in sorted(runs.items())]
+    rows = [
+        [model, *(_count(found[column]) for column in columns), commits.get(model, "")]
+        for model, found in sorted(runs.items())
+    ]
+    why_not = "\n".join(f"* {said}: {why}." for why, said in reasons.items())
     return f"""## Models and parallelisms
 
 How many runs under such a plan equal the original, in float64, outputs, gradients and buffers, of how many; on meshes
 of up to eight ranks. Those with a pipeline, micro-batches or offload ran on processes, the others on all ranks of the
-mesh in one process. An empty cell was not run; *n/a* are plans that the model has no operator for, which is an error
-that says so. Records: [zoo](../benchmarks/results/zoo.md), [micro-batched](../benchmarks/results/zoo_micro_batched.md),
-[tiers](../benchmarks/results/zoo_tiers.md).
+mesh in one process. A cell is empty where no such plan was run, or where it made exactly the collective calls of the
+plan without that word (a ResNet has nothing to shard along a sequence), which is counted once; searched plans without
+any collective are left out. *n/a* are plans that were refused:
 
-{_table(["model", *columns], rows)}
+{why_not}
+
+The last column is the commit at which a model's plans ran on all ranks in one process; the others' are
+[below](#versions). What was changed since did not run for this page: `git log COMMIT..` lists it, and what was refused
+then may run today. Records: [zoo](../benchmarks/results/zoo.md),
+[micro-batched](../benchmarks/results/zoo_micro_batched.md), [tiers](../benchmarks/results/zoo_tiers.md).
+
+{_table(["model", *columns, "zoo at"], rows)}
 """
 
 
@@ -82,9 +107,9 @@ def _ways_of_pin(pin: Mapping[str, Any]) -> list[str]:
 
 
 def _count(statuses: Sequence[str]) -> str:
-    run = [status for status in statuses if status != "n/a"]
+    run = [status for status in statuses if not status.startswith("n/a")]
     if not run:
-        return "n/a" if statuses else ""
+        return ", ".join(sorted({*statuses}))
     return f"{sum(status == 'equal' for status in run)} of {len(run)}"
 
 
@@ -121,7 +146,9 @@ def versions() -> str:
     for name in RECORDS:
         found = record(name)
         facts = found.get("circumstances") or found["machine"]
-        dates.append(f"{name.replace('_', ' ')} of {(facts.get('when') or facts['date'])[:10]} at {facts['commit']}")
+        commits = sorted({row.get("commit", facts["commit"]) for row in found.get("rows", [{}])})
+        when = (facts.get("when") or facts["date"])[:10]
+        dates.append(f"{name.replace('_', ' ')}, last of {when}, at {' and '.join(commits)}")
         for package in PACKAGES:
             if package in facts:
                 ran[package].add(str(facts[package]))

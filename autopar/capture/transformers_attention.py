@@ -3,7 +3,7 @@
 Transformers has no other attention for models with soft caps, and writes their scores out. Models ask a table for the
 function that attends, and give the one that is theirs, written beside the model, for ``eager``. While a model is
 captured the table answers with ours, which compares the model's function with the operator on numbers: one that does
-something else runs as it is.
+something else runs as it is. So does one whose weights somebody asks for, which the operator does not make.
 """
 
 from __future__ import annotations
@@ -51,12 +51,18 @@ def _operator_or(function: Attends) -> Attends:
     def run(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        is_added = mask is None or mask.is_floating_point()
-        if not options.get("softcap") or not is_added or not _is_alike(function, module, query, key, options):
+        is_known = options.get("softcap") and (mask is None or mask.is_floating_point())
+        if not is_known or _has_readers(module, options) or not _is_alike(function, module, query, key, options):
             return function(module, query, key, value, mask, **options)
         return _operator(query, key, value, mask, options), None
 
     return run
+
+
+def _has_readers(module: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Whether somebody may read an attention's weights: the caller of the model, or a hook that is given results."""
+    default = getattr(getattr(module, "config", None), "output_attentions", False)
+    return bool(options.get("output_attentions", default) or module._forward_hooks)
 
 
 def _operator(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> Tensor:

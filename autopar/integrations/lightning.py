@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.checkpoint.load import load_checkpoint
 from autopar.checkpoint.save import save_checkpoint
-from autopar.integrations.accelerate import FOLDER
+from autopar.integrations import FOLDER
 from autopar.runtime.module import ParallelModule
 from planner.base.errors import InputError
 
@@ -70,6 +73,19 @@ class PlanStrategy(ModelParallelStrategy):
         if len(self.optimizers) != 1:
             raise InputError(f"configure_optimizers returns {len(self.optimizers)} optimizers, and a plan has one")
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The value as it is, whatever the operation: one of the global batch is one value, not one a process."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The value as it is, likewise, without a further dimension, as in one process."""
+        return self.reduce(tensor)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """As of ``ModelParallelStrategy``: what processes decide by their own clocks and files may differ."""
+        votes = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op=ReduceOp.SUM)
+        return int(votes) == self.world_size if all else bool(votes)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: :meth:`save_checkpoint` saves parameters where they are."""
         return {}
@@ -81,7 +97,13 @@ class PlanStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Save all of it to a folder; every process calls it."""
+        """Save all of it to a folder; every process calls it.
+
+        Raises:
+            InputError: ``storage_options`` are given, which no checkpoint of a plan has.
+        """
+        if storage_options is not None:
+            raise InputError("a plan's checkpoint is a folder without storage_options: leave them out")
         path = Path(self.broadcast(filepath))
         optimizer = self.optimizers[0] if "optimizer_states" in checkpoint else None
         save_checkpoint(path / FOLDER, self.parallel_module, optimizer)

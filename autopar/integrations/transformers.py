@@ -14,7 +14,8 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
 
 from autopar.checkpoint.load import load_checkpoint
 from autopar.checkpoint.save import save_checkpoint
-from autopar.integrations.accelerate import FOLDER, ParallelAccelerator
+from autopar.integrations import FOLDER
+from autopar.integrations.accelerate import ParallelAccelerator
 from autopar.runtime.module import ParallelModule
 from planner.base.errors import CheckpointError, InputError
 

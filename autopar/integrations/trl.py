@@ -30,10 +30,11 @@ class ParallelSFTTrainer(ParallelTrainer, _PlannedLoss):
 
     Datasets, templates and collators are TRL's. It gives a model another ``forward`` that returns log-probabilities of
     labels, from which it computes the loss; a plan has the model's own, so token accuracy, entropy and the number of
-    tokens are not logged. What is recomputed in backward is in the plan, whatever ``gradient_checkpointing`` says.
+    tokens are not logged. What is recomputed in backward is in the plan: ``SFTConfig`` must say
+    ``activation_checkpointing=False``, since TRL's default is ``True``.
 
     Raises:
-        InputError: the trainer is to change the model, or to compute another loss.
+        InputError: the trainer is to change the model, to recompute, or to compute another loss.
     """
 
     def __init__(self, model: ParallelModule, args: Any = None, *rest: Any, **options: Any):
@@ -42,8 +43,11 @@ class ParallelSFTTrainer(ParallelTrainer, _PlannedLoss):
                 raise InputError(f"{name} is for models that are not parallelized yet: {way_out}")
         if getattr(args, "loss_type", "nll") != "nll":
             raise InputError(f"loss_type={args.loss_type!r}: the loss is a part of the plan, which has the model's own")
-        if args is not None:
-            args.activation_checkpointing = args.gradient_checkpointing = False
+        if args is None or args.activation_checkpointing:
+            raise InputError(
+                "activation_checkpointing is on, by default or as given, and what is recomputed is decided by the "
+                "plan: give SFTConfig(..., activation_checkpointing=False), and pin 'recompute' to choose"
+            )
         super().__init__(model, args, *rest, **options)
         base = self._original.get_base_model() if hasattr(self._original, "get_base_model") else self._original
         vars(base).pop("forward", None)  # the original stays as it was, and may be captured again

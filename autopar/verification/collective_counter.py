@@ -194,8 +194,7 @@ class _CollectiveWatch(TorchDispatchMode):
 
 
 def is_one_message(given: Mapping[str, Any]) -> bool:
-    """Whether an all-to-all is one message from each rank to another (``autopar.runtime.spmd.row_exchange``: ``shift``,
-    ``mirror``).
+    """Whether an all-to-all is one message from each rank to another (:mod:`autopar.runtime.spmd.messages`).
 
     It is flat, with nothing for the others; rows that are exchanged have features.
     """

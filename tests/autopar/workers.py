@@ -44,6 +44,7 @@ from autopar.runtime.pipeline.p2p import RankLinks
 from autopar.runtime.spmd.expert_load import ExpertLoad
 from autopar.runtime.spmd.mesh import groups_of, whole_of
 from autopar.runtime.spmd.random_state import RandomState
+from autopar.runtime.spmd.row_exchange import RowsInFlight
 from autopar.runtime.spmd.run_state import RunState
 from autopar.verification.collective_counter import count_collectives, count_exchanges, differences
 from autopar.verification.float64 import exact, twin
@@ -121,6 +122,13 @@ def crowded(dropout: float = 0.0) -> nn.Module:
     return model
 
 
+def qwen2_moe(dropout: float = 0.0) -> nn.Module:
+    """Experts beside a shared one, which is computed while tokens are on their way."""
+    model = models.qwen2_moe()
+    model.config.use_cache, model.config.attention_dropout = False, dropout  # type: ignore[union-attr]
+    return model
+
+
 class Spectral(nn.Module):
     """Bags of ids, a checkpointed layer, and a filter with complex weights that fills a spectrum in place."""
 
@@ -142,7 +150,7 @@ class Spectral(nn.Module):
 
 
 MODELS: dict[str, Callable[[float], nn.Module]] = {"mlp": mlp, "gpt2": gpt2, "llama": llama, "spectral": Spectral}
-EXPERTS: dict[str, Callable[[float], nn.Module]] = {"mixtral": mixtral, "crowded": crowded}
+EXPERTS: dict[str, Callable[[float], nn.Module]] = {"mixtral": mixtral, "crowded": crowded, "qwen2-moe": qwen2_moe}
 """Where tokens go to experts."""
 
 
@@ -270,6 +278,21 @@ def trains_alike(name: str, document: Mapping[str, Any]) -> float:
     clips_alike(pmodel, model)
     same_gradients(pmodel, model)
     return three_steps(pmodel, model, name, batches=1)
+
+
+def trains_alike_in_flight(name: str, document: Mapping[str, Any]) -> int:
+    """As :func:`trains_alike`, and how many all-to-alls of rows were begun before others were computed."""
+    count, start = 0, RowsInFlight.start
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal count
+        count += 1
+        return start(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowsInFlight, "start", counted)
+        trains_alike(name, document)
+    return count
 
 
 def same_calls(predicted: Mapping[Any, int], made: Mapping[Any, int], own: Mapping[Any, int], stages: int) -> None:

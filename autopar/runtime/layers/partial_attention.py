@@ -27,8 +27,8 @@ from torch.distributed import ProcessGroup
 from autopar.functions.ranks import for_each_rank_no_grad
 from autopar.runtime.layers.attention_kernel import AttentionPiece, Drawn, additive
 from autopar.runtime.layers.zigzag import Zigzag
+from autopar.runtime.spmd.messages import shift, wait
 from autopar.runtime.spmd.rank_index import Groups, cut
-from autopar.runtime.spmd.row_exchange import shift, wait
 from planner.base.errors import InputError
 from planner.ops.attention import Sight
 from planner.ops.attention_pieces import SeenPart, pieces, sent_keys, zigzag

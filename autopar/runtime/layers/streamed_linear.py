@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from autopar.operators.autocast import as_autocast
+from autopar.runtime.spmd.messages import shift, wait
 from autopar.runtime.spmd.rank_index import Groups, cut
-from autopar.runtime.spmd.row_exchange import shift, wait
 
 
 def linear(

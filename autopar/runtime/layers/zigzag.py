@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from autopar.functions.ranks import for_each_rank_no_grad
-from autopar.runtime.spmd.row_exchange import mirror, wait
+from autopar.runtime.spmd.messages import mirror, wait
 
 
 @dataclass(frozen=True)

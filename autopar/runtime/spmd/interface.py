@@ -103,7 +103,7 @@ class Interface:
 
         def part(leaf: LeafSpec, value: Any) -> Tensor:
             _check_input(leaf, value, leaf.shape, "the global batch")
-            return input_part(value, leaf.layout, mesh, rank).to(device)
+            return input_part(value, leaf.layout, mesh, rank, device)
 
         return self.each_input(batch, part)
 

@@ -173,9 +173,10 @@ def rows_of(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Ro
     return tuple(as_slice(indices) for indices in rows)
 
 
-def input_part(full: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The part of an input that ``rank`` holds, contiguous; in the memory of ``full`` where it can be."""
-    return take(full, rows_of(tuple(full.shape), layout, mesh, rank)).contiguous()
+def input_part(full: torch.Tensor, layout: Layout, mesh: Mesh, rank: int, device: torch.device) -> torch.Tensor:
+    """The part of an input that ``rank`` holds, contiguous on ``device``: a copy, as ``full`` may be filled again."""
+    rows = rows_of(tuple(full.shape), layout, mesh, rank)
+    return take(full, rows).to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def part_of(full: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:

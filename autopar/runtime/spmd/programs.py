@@ -129,7 +129,7 @@ class Programs:
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
         layouts = self._layouts(shapes)[1]
         return [
-            mark(input_part(value, layouts[name], mesh, rank).to(device), shapes[name]) if name in tensors else value
+            mark(input_part(value, layouts[name], mesh, rank, device), shapes[name]) if name in tensors else value
             for name, value in zip(batch.names, batch.values, strict=True)
         ]
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from torch import SymInt, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor
-
-from autopar.runtime.spmd.rank_index import cut
 
 Splits = Sequence[int | SymInt]
 """How many rows go to each rank of a group, or come from it."""
@@ -51,8 +48,8 @@ class RowsInFlight:
     def wait(self) -> Tensor:
         """What has arrived."""
         assert self._started is not None
-        (found, waits), self._started = self._started, None
-        waits()
+        (found, finish), self._started = self._started, None
+        finish()
         return found
 
 
@@ -74,38 +71,6 @@ def splits(counts: Tensor, group: ProcessGroup) -> Splits:
         return totals.tolist()
     each = {rank: own.tolist() for rank, own in totals._local_tensors.items()}
     return [SymInt(LocalIntNode({rank: own[place] for rank, own in each.items()})) for place in range(group.size())]
-
-
-def shift(tensor: Tensor, ring: ProcessGroup, by: int = 1) -> Tensor:
-    """``tensor[n]`` of the rank before in a ring, which sends it while this one sends its own to the next; or to one
-    that is ``by`` ranks further.
-
-    Returns:
-        What arrives, to be waited for (:func:`wait`); ``tensor`` must stay as it is until then.
-    """
-    return _sent(tensor, ring, lambda here: ((here + by) % ring.size(), (here - by) % ring.size()))
-
-
-def mirror(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """``tensor[n]`` of the rank that is as far from the last as this one is from the first, which has this one's; as
-    :func:`shift`.
-    """
-    return _sent(tensor, group, lambda here: (group.size() - 1 - here,) * 2)
-
-
-def _sent(tensor: Tensor, group: ProcessGroup, ends: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-    """One message: ``ends`` gives of this rank where it goes, and whence one comes."""
-    with torch.device("cpu"), spmd.no_typecheck():
-        ranks = torch.arange(group.size())
-        sent, received = (len(tensor) * (ranks == end) for end in ends(cut(ranks, (group,))))
-    there: Any = [*splits(sent, group)]
-    back: Any = [*splits(received, group)]
-    return torch.ops._c10d_functional.all_to_all_single.default(tensor, back, there, group.group_name)
-
-
-def wait(tensor: Tensor) -> Tensor:
-    """What a collective gives, once it is there."""
-    return torch.ops._c10d_functional.wait_tensor.default(tensor)
 
 
 class _BeginRows(torch.autograd.Function):
@@ -144,8 +109,8 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def _exchanged(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) -> Tensor:
-    found, waits = _started(rows, sent, received, group)
-    waits()
+    found, finish = _started(rows, sent, received, group)
+    finish()
     return found
 
 
@@ -155,12 +120,12 @@ def _started(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup) 
     here: Any = [*received]
     rows = rows.contiguous()
     if isinstance(rows, LocalTensor):  # of all ranks at once, which send other numbers each, and are there at once
-        found = wait(torch.ops._c10d_functional.all_to_all_single.default(rows, here, there, group.group_name))
-        return found, int
+        found = torch.ops._c10d_functional.all_to_all_single.default(rows, here, there, group.group_name)
+        return torch.ops._c10d_functional.wait_tensor.default(found), int
     found = rows.new_empty(sum(received), *rows.shape[1:])
     work = dist.all_to_all_single(found, rows, here, there, group=group, async_op=True)
 
-    def waits(sent: Tensor = rows) -> None:
+    def finish(sent: Tensor = rows) -> None:
         work.wait()
 
-    return found, waits
+    return found, finish

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from torch import nn
 
+import autopar
 from autopar.capture.capture import capture
 from autopar.operators.attention import attention
 from tests.autopar.models import labels, tokens
-from tests.autopar.verification.test_context import gemma2
+from tests.autopar.verification.test_context import gemma2, text
+from tests.autopar.workers import cluster_of
 
 BATCH = {"input_ids": tokens(length=8), "labels": labels(length=8)}
 
@@ -41,3 +43,16 @@ def test_a_function_that_does_something_else_runs_as_it_is(monkeypatch: pytest.M
 
     monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", doubled)
     assert not caps(gemma2())
+
+
+def test_weights_are_returned_to_who_asks_for_them() -> None:
+    batch = {**text(), "use_cache": False, "output_attentions": True}
+    found = autopar.verify(
+        gemma2(), cluster_of(2), example_kwargs=batch, pin={"tensor": 2, "pipeline": 1, "micro_batches": 1}
+    )
+    assert found.verdict == "verified" and found.agreement is not None
+    assert found.agreement.outputs.keys() == {"loss", "logits", "attentions.0", "attentions.1"}
+    asked, hooked = gemma2(), gemma2()
+    asked.config.output_attentions = True
+    hooked.model.layers[0].self_attn.register_forward_hook(lambda *_: None)  # type: ignore[index, union-attr]
+    assert (len(caps(asked)), len(caps(hooked))) == (0, 1)

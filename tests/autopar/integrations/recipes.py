@@ -33,7 +33,6 @@ OWN = {
     "autopar.integrations.trl import Parallel": "trl import SFTTrainer as Parallel",
     "from autopar.integrations.lightning import PlanStrategy": "",
     "strategy=PlanStrategy(), devices=2": "devices=1",
-    "bf16=False)": "bf16=False, gradient_checkpointing=False)",  # which is not exact: backward casts in another thread
 }
 """What makes a recipe one of the framework alone, in one process."""
 PRELOAD = (
@@ -148,6 +147,12 @@ def collecting(seen: list[float]) -> Any:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             seen.append(trainer.callback_metrics["loss"].item())
 
+        def on_train_end(self, trainer: Any, *_: Any) -> None:
+            strategy = trainer.strategy
+            seen.append(strategy.all_gather(trainer.callback_metrics["loss"]).sum().item())
+            seen.append(strategy.reduce_boolean_decision(True))
+            seen.append(strategy.reduce_boolean_decision(trainer.is_global_zero, all=False))
+
     return Collect()
 
 
@@ -155,6 +160,7 @@ def _set_up(folder: str) -> None:
     """Of one of some processes, as torchrun does it."""
     import torch
     import torch.distributed as dist
+    from accelerate.state import AcceleratorState
 
     gc.freeze()  # trainers collect garbage again and again, and what was imported is a million objects
     for name in ("transformers", "lightning.pytorch", "datasets", "trl"):
@@ -163,6 +169,8 @@ def _set_up(folder: str) -> None:
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "recipes"}
+    os.environ["ACCELERATE_USE_CPU"] = str(world != "1").lower()  # or Accelerate takes each for the only one
+    AcceleratorState._reset_state(reset_partial_state=True)  # which processes keep from one accelerator to the next
     os.chdir(folder)
     torch.manual_seed(0)
 
@@ -235,8 +243,10 @@ AFTERWARDS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 RESUME: dict[str, Callable[[str], str]] = {
     ACCELERATE: lambda text: text.replace("for batch in", 'accelerator.load_state("run/state")\nfor batch in', 1),
     TRAINER: lambda text: text.replace(".train()", '.train(resume_from_checkpoint="run/checkpoint-1")'),
-    LIGHTNING: lambda text: text.replace("batch_size=8))", 'batch_size=8), ckpt_path="run/state.ckpt")').replace(
-        "**options", "**{**options, 'max_epochs': 2}"
+    LIGHTNING: lambda text: (
+        text.replace("batch_size=8))", 'batch_size=8), ckpt_path="run/state.ckpt")')
+        .replace("**options", "**{**options, 'max_epochs': 2}")
+        .replace("shard(batch)).loss)", 'shard(batch)).loss, sync_dist=True, reduce_fx="sum")')
     ),
     TRL: lambda text: text.replace(".train()", '.train(resume_from_checkpoint="run/checkpoint-1")'),
 }
@@ -246,6 +256,7 @@ def refused(folder: str) -> dict[str, str]:
     """What is said of what does not go together; in one of one processes."""
     import lightning
     import torch
+    from accelerate.utils import DataLoaderConfiguration
     from transformers import TrainingArguments
     from trl import SFTConfig
 
@@ -286,6 +297,8 @@ def refused(folder: str) -> dict[str, str]:
         "whole state": lambda: trainer._load_optimizer_and_scheduler("run/theirs"),
         "adapters": lambda: ParallelSFTTrainer(pmodel, SFTConfig("run", bf16=False), peft_config=object()),
         "another loss": lambda: ParallelSFTTrainer(pmodel, SFTConfig("run", bf16=False, loss_type="dft")),
+        "recomputed by default": lambda: ParallelSFTTrainer(pmodel, SFTConfig("run", bf16=False)),
+        "dispatched": lambda: ParallelAccelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)),
         "parameters": two,
     }
     said = {}
@@ -298,8 +311,30 @@ def refused(folder: str) -> dict[str, str]:
     return said
 
 
+def without_a_share(folder: str) -> dict[str, Any]:
+    """What an accelerator gives one of some processes that have the same values."""
+    import torch
+    import torch.distributed as dist
+
+    from autopar.integrations.accelerate import ParallelAccelerator
+
+    _set_up(folder)
+    accelerator = ParallelAccelerator()
+    if dist.get_rank() == 1:
+        accelerator.set_trigger()
+    with accelerator.split_between_processes([1, 2, 3]) as share:
+        return {
+            "reduced": [accelerator.reduce(torch.tensor(3.0), kind).item() for kind in ("sum", "mean", "max")],
+            "gathered": accelerator.gather_for_metrics([{"text": "a"}]),
+            "share": share,
+            "triggered": [accelerator.check_trigger(), accelerator.check_trigger()],
+        }
+
+
 def under_autocast(folder: str) -> list[float]:
-    """A loss with Accelerate's mixed precision, before that is on, and under torch's own autocast."""
+    """A loss with Accelerate's mixed precision, of two modules; before that is on; and under torch's own autocast."""
+    import copy
+
     import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -315,8 +350,8 @@ def under_autocast(folder: str) -> list[float]:
     loader = pmodel.dataloader(samples(8, 1))
     assert Accelerator().prepare(loader) is loader  # and not shared out once more
     AcceleratorState._reset_state()  # which processes keep from one accelerator to the next
-    prepared = ParallelAccelerator(mixed_precision="bf16").prepare(pmodel)
-    return [prepared(**pmodel.shard(batch)).loss.item(), plain, expected]
+    prepared = ParallelAccelerator(mixed_precision="bf16").prepare(pmodel, copy.deepcopy(pmodel))
+    return [*(each(**pmodel.shard(batch)).loss.item() for each in prepared), plain, expected]
 
 
 def around(pin: Mapping[str, Any] | None, folder: str) -> dict[str, Any]:
@@ -390,6 +425,7 @@ def main() -> None:
                 processes.run(around, pin, tempfile.mkdtemp(dir=folder), ranks=ranks)
                 for ranks, pin in ((1, None), (2, {"data": 2, "zero": 3}))
             ],
+            "without a share": processes.run(without_a_share, folder, ranks=2),
             "autocast": processes.run(under_autocast, folder, ranks=1)[0],
         }
         for title in sys.argv[1:] or RECIPES:

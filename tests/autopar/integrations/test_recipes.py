@@ -32,6 +32,8 @@ REFUSED = {
     "whole state": r"delete its optimizer.pt to go on from the weights alone",
     "adapters": r"peft_config .* before autopar.parallelize",
     "another loss": r"loss_type='dft': the loss is a part of the plan",
+    "recomputed by default": r"SFTConfig\(\.\.\., activation_checkpointing=False\), and pin 'recompute'",
+    "dispatched": r"dispatch_batches .* every process of a plan loads whole batches",
     "parameters": r"layer.weight of LightningModule is no parameter of its parallel module",
 }
 
@@ -92,5 +94,15 @@ def test_a_trainer_evaluates_predicts_and_takes_what_it_is_given_as_in_one_proce
 
 
 def test_mixed_precision_is_that_of_the_accelerator(runs: dict[str, Any]) -> None:
-    mixed, plain, autocast = runs["autocast"]
-    assert mixed == autocast != plain
+    mixed, mixed_as_well, plain, autocast = runs["autocast"]
+    assert mixed == mixed_as_well == autocast != plain
+
+
+def test_values_of_the_global_batch_are_neither_added_up_nor_shared_out(runs: dict[str, Any]) -> None:
+    whole = {"reduced": [3.0, 3.0, 3.0], "gathered": [{"text": "a"}], "share": [1, 2, 3]}
+    assert runs["without a share"] == [whole | {"triggered": [True, False]}] * 2  # which one of two did
+
+
+def test_lightning_needs_no_other_framework() -> None:
+    source = (ROOT / "autopar/integrations/lightning.py").read_text(encoding="utf-8")
+    assert not re.search(r"^(from|import) [\w.]*(accelerate|transformers|trl|peft)\b", source, flags=re.MULTILINE)
