@@ -10,6 +10,7 @@ import yaml
 from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, degree, parse_yaml, take
 from planner.interchange.limits import (
+    equal_labels,
     into_data,
     micro_batches_elsewhere,
     model_dtype,
@@ -92,7 +93,7 @@ def read(text: str) -> Parallelism:
     if kind != "FSDP":
         if config.get("fsdp_config") or config.get("parallelism_config"):
             raise ConfigError(f"it has an 'fsdp_config' or a 'parallelism_config', which {kind} ignores: give FSDP")
-        return checked(replace(found, data=devices))
+        return checked(replace(found, data=devices, stored=""))
     fsdp = take(config, "fsdp_config", dict, {})
     check_known(fsdp, FSDP, "'fsdp_config'")
     sizes = take(config, "parallelism_config", dict, {})
@@ -159,6 +160,13 @@ LIMITS = (
         lambda d: replace(d, zero=2),
     ),
     no_disk(TOOL),
+    Limit(
+        "FSDP2 beside Accelerate steps parameters in float32",
+        lambda d: d.zero > 0 and d.stored not in ("", "float32"),
+        lambda d: replace(d, stored="float32"),
+    ),
+    Limit("said in code: the model comes in its dtype", lambda d: d.stored not in ("", "float32"), about="stored"),
+    equal_labels("weight them in your loop"),
     micro_batches_elsewhere("Accelerator(gradient_accumulation_steps=...)"),
 )
 FORMAT = Format(

@@ -10,12 +10,14 @@ from typing import Any
 from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, degree, parse_json, take
 from planner.interchange.limits import (
+    equal_labels,
     into_data,
     layers_alone,
     model_dtype,
     no_pipeline,
     nothing_gathered_again,
     recompute_elsewhere,
+    stored_in_float32,
     whole_layers,
 )
 from planner.interchange.parallelism import REST, Parallelism, checked, is_along
@@ -65,6 +67,12 @@ REMOVED = (
     *("mics_hierarchical_params_gather", "zeropp_loco_param"),
 )
 """Fields of earlier versions, which this one refuses."""
+AUTO = {
+    "train_batch_size": "per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "that of TrainingArguments",
+}
+"""Numbers that Transformers puts in a configuration's place, and which they are."""
 HOMES = {"cpu": "host", "nvme": "disk", "none": "none"}
 KINDS = ("column", "row")
 LOOK_UPS = ("vocabulary", "features")
@@ -117,6 +125,9 @@ def read(text: str) -> Parallelism:
     check_known(tensor, TENSOR, "'tensor_parallel'")
     expert = take(config, "expert_parallel", dict, {})
     check_known(expert, EXPERT, "'expert_parallel'")
+    for name, number in AUTO.items():
+        if config.get(name) == "auto":
+            raise ConfigError(f"{name!r} is 'auto', which Transformers fills in when training begins: write {number}")
     stage = take(zero, "stage", int, 0)
     homes = {name: _home(take(zero, name, dict, {})) for name in ("offload_optimizer", "offload_param")}
     if homes["offload_param"] != "none" and stage != 3:
@@ -195,6 +206,8 @@ def _said(d: Parallelism) -> dict[str, str]:
 
 LIMITS = (
     model_dtype(),
+    stored_in_float32(TOOL),
+    equal_labels("weight them in your loop"),
     no_pipeline(TOOL),
     Limit(
         "ZeRO shards over all data-parallel ranks, without copies",

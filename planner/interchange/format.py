@@ -61,6 +61,11 @@ class Format:
     marks: tuple[str, ...]
     even_stages: bool = False
 
+    @property
+    def elsewhere(self) -> set[str]:
+        """Fields that code says, or the tool: a text of this format does not."""
+        return {limit.about for limit in self.limits if limit.about} - self.fields.keys()
+
     def round(self, description: Parallelism) -> tuple[Parallelism, list[Loss]]:
         """The nearest description that the format can say, and what is lost on the way."""
         losses = []

@@ -14,6 +14,8 @@ from typing import Any
 from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, degree, take
 from planner.interchange.limits import (
+    dtypes_elsewhere,
+    equal_labels,
     heads_from_shapes,
     into_data,
     layers_alone,
@@ -48,7 +50,7 @@ CONSTANTS = {
 IMPORTS = {
     "fsdp": "from torch.distributed.fsdp import fully_shard",
     "offload": "from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard",
-    "tensor": """from torch.distributed.tensor import Replicate
+    "tensor": """from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle""",
     "pipeline": "from torch.distributed.pipelining import PipelineStage, {schedule}",
@@ -100,6 +102,7 @@ class Stage(nn.Module):
 
     def __init__(self, model: nn.Module, number: int) -> None:
         super().__init__()
+        names = {p: name for name, p in model.named_parameters()}
         decoder_path, _, layers_name = LAYERS.rpartition(".")
         self.is_first, self.is_last = number == 0, number == len(STAGES) - 1
         self.decoder = model.get_submodule(decoder_path)
@@ -108,15 +111,16 @@ class Stage(nn.Module):
         layers = getattr(self.decoder, layers_name)
         setattr(self.decoder, layers_name, layers[start : start + STAGES[number]])
         self.decoder.config.num_hidden_layers = STAGES[number]
-        names = [name for name, _ in self.decoder.named_children()]
+        children = [name for name, _ in self.decoder.named_children()]
         for name, child in list(self.decoder.named_children()):
-            is_before = names.index(name) < names.index(layers_name)
+            is_before = children.index(name) < children.index(layers_name)
             if name == layers_name or next(child.parameters(), None) is None:
                 continue
             if is_before and not self.is_first:
                 setattr(self.decoder, name, Elsewhere())
             if not is_before and not self.is_last:
                 setattr(self.decoder, name, nn.Identity())
+        self.names = {name: names[p] for name, p in self.named_parameters()}
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.decoder(**{"input_ids" if self.is_first else "inputs_embeds": x}, use_cache=False)[0]
@@ -126,16 +130,37 @@ class Stage(nn.Module):
 CHECK = '''
 
 def check(original: nn.Module, model: nn.Module, built: {built}, batch: dict[str, Tensor]) -> None:
-    """Raise unless a step has the loss of the original; gradients are as of the step afterwards."""
-    loss = train_step(model, built, batch).item()
-    with torch.no_grad():
-        expected = original(**batch).loss.item()
-    if abs(loss - expected) > 1e-3 * abs(expected):
+    """Raise unless a step has the gradients of the original, both without dropout; none are left behind."""
+    {parts}
+    trained = [module for module in (original, *modules) if module.training]
+    for module in (original, *modules):
+        module.eval()
+        module.zero_grad()
+    train_step(model, built, batch)
+    original(**batch).loss.backward()
+    expected = {{name: p.grad for name, p in original.named_parameters() if p.grad is not None}}
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    wrong = []
+    for module in modules:
+        for name, p in module.named_parameters():
+            name = {name}
+            if p.grad is not None:
+                gradient = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                eps = torch.finfo(gradient.dtype).eps
+                if (gradient - expected[name]).norm() > eps**0.5 * expected[name].norm() + eps * whole:
+                    wrong.append(name)
+    for module in (original, *modules):
+        module.zero_grad()
+    for module in trained:
+        module.train()
+    if wrong:
         raise RuntimeError(
-            f"the loss is {{loss}}, and that of the original {{expected}}: a module counts its heads by itself, so "
-            "that its weights cannot be shared on the tensor axis"
+            f"gradients of {{len(wrong)}} parameters are not the original's, as {{wrong[0]}}: a module counts its "
+            "heads by itself, so that its weights cannot be shared on the tensor axis, or some parts of the batch "
+            "have fewer labels"
         )
 '''
+NAMES = 'name.replace("_checkpoint_wrapped_module.", "")'
 SHARD = '''
 def shard_parameters(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh) -> None:
     """Share parameters, gradients and optimizer state among the ranks that share the batch: FSDP2, layer by layer."""
@@ -206,7 +231,10 @@ def _lines(d: Parallelism) -> Iterator[str]:
     yield ""
     yield from (_pipelined_step if d.pipeline > 1 else _plain_step)(d, sharded)
     if d.tensor > 1:
-        yield CHECK.format(built="Built" if d.pipeline > 1 else "DeviceMesh").rstrip()
+        if d.pipeline > 1:
+            yield CHECK.format(built="Built", parts="modules = built[1]", name=f"module.names[{NAMES}]").rstrip()
+        else:
+            yield CHECK.format(built="DeviceMesh", parts="modules = [model]", name=NAMES).rstrip()
     yield ""
 
 
@@ -382,10 +410,11 @@ def read(text: str) -> Parallelism:
             micro_batches=found.get("MICRO_BATCHES", 1),
             recompute=_recompute(recompute),
             recompute_layers=found.get("RECOMPUTED_LAYERS"),
+            stored="",
             offload="host" if found.get("OFFLOAD") else "none",
             products=products,
             layers=sum(stages) or None,
-            layer_path=f"{found['LAYERS']}.*" if "LAYERS" in found else "",
+            layer_path=f"{found['LAYERS']}.*" if found.get("LAYERS") else "",
         )
     )
 
@@ -402,6 +431,7 @@ LIMITS = (
     ),
     layers_alone("FSDP2 code", KINDS),
     heads_from_shapes("call check() once"),
+    equal_labels("weight them in train_step"),
     Limit(
         "no layer is named whose weight tensor-parallel ranks might share",
         lambda d: d.tensor > 1 and not any("*" in path for path in d.products),
@@ -421,7 +451,13 @@ LIMITS = (
     ),
     together("FSDP2"),
     nothing_gathered_again("FSDP2 code"),
+    Limit(
+        "layers that are alike recompute, and the model has none",
+        lambda d: d.recompute in ("selective", "full") and not d.layer_path,
+        lambda d: replace(d, recompute="none", recompute_layers=None),
+    ),
     offload_to_host("FSDP"),
+    *dtypes_elsewhere("the model comes in its dtype"),
 )
 FORMAT = Format(
     "fsdp2",

@@ -9,6 +9,7 @@ from typing import Any
 from planner.base.errors import ConfigError
 from planner.interchange.format import Format, Limit, check_known, degree, parse_json, take
 from planner.interchange.limits import (
+    dtypes_elsewhere,
     heads_from_shapes,
     into_data,
     layers_alone,
@@ -102,6 +103,7 @@ def read(text: str) -> Parallelism:
             expert_tensor=1 if expert > 1 and tensor > 1 else 0,
             pipeline=sizes["pp_size"],
             dtype="bfloat16" if take(config, "fsdp_mixed_precision", bool, False) else "float32",
+            stored="",
             offload="host" if take(config, "fsdp_cpu_offload", bool, False) else "none",
             products={path: kinds[style] for path, style in plans["tp_plan"].items() if style in kinds},
         )
@@ -163,10 +165,11 @@ LIMITS = (
     nothing_gathered_again(TOOL),
     recompute_elsewhere("said in code: model.gradient_checkpointing_enable()"),
     offload_to_host("FSDP"),
+    *dtypes_elsewhere("from_pretrained(..., dtype=...)"),
     Limit(
-        "said in code: from_pretrained(..., dtype=...)",
-        lambda d: d.dtype != "float32",
-        about="dtype",
+        "which parameters stay gathered until backward is said layer by layer, and the model has none",
+        lambda d: d.zero == 2 and not d.layer_path,
+        lambda d: replace(d, zero=3),
     ),
     micro_batches_elsewhere("TrainingArguments(gradient_accumulation_steps=...)"),
 )

@@ -56,6 +56,7 @@ def own_products(tool: str) -> Limit:
         f"{tool} decides by itself how layers are sharded",
         lambda d: d.tensor > 1 and bool(d.deviating),
         lambda d: replace(d, products={path: kind for path, kind in d.products.items() if path not in d.deviating}),
+        about="products",
     )
 
 
@@ -111,6 +112,33 @@ def model_dtype() -> Limit:
         "products are in the model's own dtype, unless in half precision",
         lambda d: d.dtype not in ("float32", "bfloat16", "float16"),
         lambda d: replace(d, dtype="float32"),
+    )
+
+
+def stored_in_float32(tool: str) -> Limit:
+    """Of parameters in half precision the optimizer steps copies."""
+    return Limit(
+        f"the optimizer of {tool} steps parameters in float32",
+        lambda d: d.stored not in ("", "float32"),
+        lambda d: replace(d, stored="float32"),
+    )
+
+
+def equal_labels(way: str) -> Limit:
+    """Parts of the batch count alike, however many labels they have; a plan's loss is the mean of the whole batch."""
+    return Limit(
+        "losses of micro-batches, and of data-parallel ranks, are averaged alike, which is the batch's mean where each "
+        f"has as many labels: else {way}",
+        lambda d: d.batch_ranks * d.micro_batches > 1,
+        about="micro_batches",
+    )
+
+
+def dtypes_elsewhere(way: str) -> tuple[Limit, Limit]:
+    """Parameters and products are in the dtype that the model has."""
+    return (
+        Limit(f"said in code: {way}", lambda d: d.stored not in ("", "float32"), about="stored"),
+        Limit("said in code: torch.autocast", lambda d: d.dtype != (d.stored or "float32"), about="dtype"),
     )
 
 

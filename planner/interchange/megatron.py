@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.base.errors import ConfigError
+from planner.base.units import nearest
 from planner.interchange.format import Format, Limit
 from planner.interchange.limits import (
+    equal_labels,
     model_dtype,
     own_products,
+    stored_in_float32,
 )
-from planner.interchange.parallelism import REST, Parallelism, Recomputation, checked
+from planner.interchange.parallelism import NORMS, REST, Parallelism, Recomputation, checked
 
 TOOL = "Megatron-LM"
 SIZES = {
@@ -60,8 +63,8 @@ LIKE = 0.85
 KINDS = {"zigzag_gather": "all_gather", "zigzag": "p2p", "ulysses": "a2a"}
 """How context parallel ranks attend; the batch is cut in zigzag order whichever it is."""
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
-SELECTIVE = ("layernorm",)
-"""What recomputes of a layer where all but products and attention should: norms, which have their own checkpoints."""
+MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+"""What of a layer may recompute; the first one does where none is named."""
 
 
 def write(d: Parallelism) -> str:
@@ -95,14 +98,36 @@ def _lines(d: Parallelism) -> Iterator[str]:
         yield "--no-gradient-accumulation-fusion"
         yield "--ckpt-format fsdp_dtensor"
     if d.recompute == "full":
-        method = ("uniform", 1) if d.recompute_layers is None else ("block", -(-d.recompute_layers // d.pipeline))
+        method = ("uniform", 1) if d.recompute_layers is None else ("block", _of_each_stage(d))
         yield f"--recompute-granularity full --recompute-method {method[0]} --recompute-num-layers {method[1]}"
     elif d.recompute == "selective":
-        yield f"--recompute-granularity selective --recompute-modules {' '.join(SELECTIVE)}"
+        yield f"--recompute-granularity selective --recompute-modules {' '.join(d.recompute_modules)}"
     if d.dtype != "float32":
         yield {"bfloat16": "--bf16", "float16": "--fp16"}[d.dtype]
     if d.offload != "none":
         yield "--optimizer-cpu-offload --use-precision-aware-optimizer"
+
+
+def _recomputing(d: Parallelism, of_each: int) -> int:
+    """How many layers recompute where so many of each stage do: Megatron counts them for every stage of a rank."""
+    stages = d.pipeline * d.virtual_stages
+    if not d.stage_layers and not d.layers:
+        return of_each * stages
+    even = [(d.layers or 0) // stages + (number < (d.layers or 0) % stages) for number in range(stages)]
+    return sum(min(of_each, layers) for layers in d.stage_layers or even)
+
+
+def _of_each_stage(d: Parallelism) -> int:
+    """The fewest layers of each stage with which as many recompute as are to."""
+    wanted = d.recompute_layers or 0
+    most = max(d.stage_layers, default=wanted)
+    return next((each for each in range(1, most) if _recomputing(d, each) >= wanted), most)
+
+
+def _in_equal_parts(d: Parallelism) -> Parallelism:
+    """As many of each stage recompute; where all do, that is said of all."""
+    count = _recomputing(d, _of_each_stage(d))
+    return replace(d, recompute_layers=None if d.layers and count >= d.layers else count)
 
 
 def layout(stage_layers: tuple[int, ...]) -> str:
@@ -135,7 +160,7 @@ def read(text: str) -> Parallelism:
         raise ConfigError("--bf16 and --fp16 are both given: leave one out")
     pipeline, layers = sizes.get("pipeline", 1), sizes.get("layers")
     stage_layers, virtual = _stages(given, numbers, pipeline, layers)
-    recompute, recompute_layers = _recompute(given, numbers, pipeline)
+    recompute, of_each = _recompute(given, numbers)
     strategy = given.get("--data-parallel-sharding-strategy", ["no_shard"])[0]
     zeros = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     if strategy not in zeros:
@@ -156,6 +181,11 @@ def read(text: str) -> Parallelism:
     if "--micro-batch-size" not in given:
         raise ConfigError("it has no --micro-batch-size, without which Megatron-LM does not start: give it")
     found = Parallelism(**sizes)  # type: ignore[arg-type]
+    found = replace(found, virtual_stages=virtual, stage_layers=stage_layers)
+    found = replace(found, recompute=recompute, recompute_layers=of_each, recompute_modules=_modules(given, recompute))
+    if of_each is not None:
+        count = _recomputing(found, of_each)
+        found = replace(found, recompute_layers=None if found.layers and count >= found.layers else count)
     return checked(
         replace(
             found,
@@ -164,12 +194,8 @@ def read(text: str) -> Parallelism:
             sequence_parallel="--sequence-parallel" in given,
             context_kind=kinds[kind] if found.context > 1 else "",
             schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
-            virtual_stages=virtual,
-            stage_layers=stage_layers,
             micro_batches=REST,
             micro_batch=numbers["--micro-batch-size"],
-            recompute=recompute,
-            recompute_layers=recompute_layers,
             dtype="bfloat16" if "--bf16" in given else "float16" if "--fp16" in given else "float32",
             offload="host" if "--optimizer-cpu-offload" in given else "none",
         )
@@ -239,8 +265,8 @@ def _stages(
     return (), 1
 
 
-def _recompute(given: dict[str, list[str]], numbers: dict[str, int], pipeline: int) -> tuple[Recomputation, int | None]:
-    """What recomputes, and of how many layers."""
+def _recompute(given: dict[str, list[str]], numbers: dict[str, int]) -> tuple[Recomputation, int | None]:
+    """What recomputes, and of how many layers of each stage; ``None``: of all."""
     granularity = given.get("--recompute-granularity", ["selective" if "--recompute-activations" in given else "none"])
     method = given.get("--recompute-method", [""])[0]
     if granularity == ["none"]:
@@ -257,11 +283,26 @@ def _recompute(given: dict[str, list[str]], numbers: dict[str, int], pipeline: i
         )
     if "--recompute-num-layers" not in numbers:
         raise ConfigError("--recompute-granularity full needs --recompute-num-layers: give 1")
-    return "full", numbers["--recompute-num-layers"] * pipeline if method == "block" else None
+    return "full", numbers["--recompute-num-layers"] if method == "block" else None
+
+
+def _modules(given: dict[str, list[str]], recompute: Recomputation) -> tuple[str, ...]:
+    """What of each layer recomputes."""
+    if recompute != "selective":
+        return ()
+    named = given.get("--recompute-modules", [*MODULES[:1]])
+    if not named:
+        raise ConfigError(f"--recompute-modules names none; they are {', '.join(MODULES)}")
+    for name in named:
+        if name not in MODULES:
+            raise ConfigError(f"--recompute-modules has {name!r}; {nearest(name, MODULES)}")
+    return tuple(dict.fromkeys(named))
 
 
 LIMITS = (
     model_dtype(),
+    stored_in_float32(TOOL),
+    equal_labels("give --calculate-per-token-loss"),
     own_products(TOOL),
     Limit(
         "gradients are summed once a step in either stage, and stage 1 needs no Megatron-FSDP",
@@ -292,13 +333,18 @@ LIMITS = (
     ),
     Limit(
         "norms have a checkpoint of their own; activation functions and what is elementwise beside them do not",
-        lambda d: d.recompute == "selective",
-        about="recompute",
+        lambda d: d.recompute == "selective" and not d.recompute_modules,
+        lambda d: replace(d, recompute_modules=(NORMS,)),
     ),
     Limit(
         "selective recomputation is of all layers",
         lambda d: d.recompute == "selective" and d.recompute_layers is not None,
         lambda d: replace(d, recompute_layers=None),
+    ),
+    Limit(
+        "equally many layers of each stage recompute",
+        lambda d: d.recompute == "full" and d.recompute_layers is not None and _in_equal_parts(d) != d,
+        _in_equal_parts,
     ),
     Limit(
         "what sequence parallelism gathers for products is gathered again by itself; parameters are not, unless ZeRO "
@@ -342,6 +388,6 @@ FORMAT = Format(
     },
     LIMITS,
     'source FILE; torchrun ... pretrain_gpt.py "${PARALLEL_ARGS[@]}" ...',
-    ("--",),
+    (*SIZES, *NUMBERS, *WORDS, *FLAGS),
     even_stages=True,
 )

@@ -12,6 +12,8 @@ from planner.base.errors import ConfigError
 
 Recomputation = Literal["none", "resharded", "selective", "full"]
 TOOL_DIVIDES = "as the tool divides them"
+NORMS = "layernorm"
+"""Norms, among modules that recompute."""
 REST = 0
 """A number that is not stated: data-parallel ranks are those that the other degrees leave, micro-batches those that the
 batch takes."""
@@ -43,7 +45,9 @@ WORDS = {
     "micro_batches": "micro-batches",
     "recompute": "recomputation",
     "recompute_layers": "layers that recompute",
+    "recompute_modules": "modules that recompute",
     "dtype": "dtype",
+    "stored": "dtype of parameters",
     "offload": "offload",
     "products": "sharded layers",
 }
@@ -66,7 +70,9 @@ class Parallelism:
         stage_layers: how many layers each stage has, in order; empty: as the tool divides them.
         micro_batches: of one step; :data:`REST`: as many as the batch takes.
         recompute: what layers recompute in backward, of ``recompute_layers`` layers; ``None``: of all.
+        recompute_modules: what of a layer recomputes where it is ``selective``; empty: all but products and attention.
         dtype: in which products are computed.
+        stored: dtype of the parameters that the optimizer steps; empty: the model's own.
         offload: where parameters, gradients and optimizer state are at home.
         products: module, with ``*`` for the number of a layer -> how ranks of ``tensor`` share its weight: by
             ``column`` or ``row``; as a ``gathered column``, whose result is whole again, or a ``split row``, which
@@ -94,7 +100,9 @@ class Parallelism:
     micro_batches: int = 1
     recompute: Recomputation = "none"
     recompute_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ()
     dtype: str = "float32"
+    stored: str = "float32"
     offload: str = "none"
     products: Mapping[str, str] = field(default_factory=dict)
     batch: int | None = None
@@ -168,6 +176,10 @@ def told(name: str, value: Any) -> str:
         return (
             "+".join(f"{count}x{n}" if count > 2 else "+".join([str(n)] * count) for n, count in runs) or TOOL_DIVIDES
         )
+    if name == "stored":
+        return value or "the model's own"
+    if name == "recompute_modules":
+        return ", ".join(value) or "all but products and attention"
     if value is True or value is False:
         return "on" if value else "off"
     if name in ("recompute_layers", "context_kind", "expert_tensor") and not value:
@@ -209,6 +221,8 @@ def resolved(d: Parallelism, devices: int, batch: int | None) -> Parallelism:
             sizes = " x ".join(f"{getattr(d, name)} {WORDS[name]}" for name in DEGREES if getattr(d, name) > 1)
             raise ConfigError(f"{devices} devices do not divide by {others} ({sizes}): take sizes whose product does")
         d = replace(d, data=data)
+        if data * d.context == 1 < d.replicate:  # each copy is whole on its rank
+            d = replace(d, data=d.replicate, replicate=1, zero=0)
     if d.batch is None and d.micro_batch is not None:
         d = replace(d, batch=d.micro_batch * d.batch_ranks * (d.micro_batches or 1))
     d = replace(d, batch=batch if d.batch is None else d.batch)

@@ -79,7 +79,7 @@ def write(d: Parallelism) -> str:
             parallel["module_fqns_per_model_part"] = _parts(d.stage_layers or ((d.layers or 0) // stages,) * stages)
     if d.sequence is not None:
         training["seq_len"] = d.sequence
-    training |= {"dtype": "float32", "mixed_precision_param": d.dtype}
+    training |= {"dtype": d.stored, "mixed_precision_param": d.dtype}
     if d.offload != "none":
         training["enable_cpu_offload"] = True
     if d.pipeline > 1 or d.expert > 1:
@@ -169,16 +169,13 @@ def read(text: str) -> Parallelism:
         raise ConfigError(f"'local_batch_size' {local} does not divide by 'pipeline_parallel_microbatch_size' {micro}")
     batch = take(training, "global_batch_size", int, -1)
     is_whole = data == 1 and sizes["context"] == 1
-    if is_whole or (data == -1 and reshard == "default"):
-        zero = 0 if is_whole else 3
-    else:
-        zero = 2 if reshard == "never" or (reshard == "default" and pipeline > 1) else 3
+    zero = 2 if reshard == "never" or (reshard == "default" and pipeline > 1) else 3
     if is_whole:
         sizes |= {"replicate": 1}
     found = replace(
         Parallelism(**sizes),  # type: ignore[arg-type]
         data=degree(parallel, "data_parallel_replicate_degree") if is_whole else max(data, REST),
-        zero=zero,
+        zero=0 if is_whole else zero,
         expert_tensor=1 if sizes["expert"] > 1 and sizes["tensor"] > 1 else 0,
         sequence_parallel=take(parallel, "enable_sequence_parallel", bool, True) and sizes["tensor"] > 1,
         context_kind=("zigzag_gather" if parallel.get("context_parallel_load_balancer", "headtail") else "gather")
@@ -191,6 +188,7 @@ def read(text: str) -> Parallelism:
         micro_batch=micro,
         recompute=recompute,
         dtype=take(training, "mixed_precision_param", str, "bfloat16"),
+        stored=take(training, "dtype", str, "float32"),
         offload="host" if take(training, "enable_cpu_offload", bool, False) else "none",
         batch=batch if batch > 0 else None,
         sequence=take(training, "seq_len", int, 2048),
@@ -262,6 +260,15 @@ def _stage_layers(parts: Any) -> tuple[int, ...]:
 
 LIMITS = (
     model_dtype(),
+    Limit(
+        "half precision is bfloat16",
+        lambda d: d.dtype == "float16" or d.stored not in ("", "float32", "bfloat16"),
+        lambda d: replace(
+            d,
+            dtype="bfloat16" if d.dtype == "float16" else d.dtype,
+            stored="bfloat16" if d.stored == "float16" else "float32" if d.stored != "bfloat16" else d.stored,
+        ),
+    ),
     own_products(TOOL),
     Limit(
         "it has no such schedule",

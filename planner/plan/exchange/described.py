@@ -82,7 +82,7 @@ def described(document: Document) -> tuple[Parallelism, list[Loss]]:
     degrees = _degrees(document, losses)
     zero = _zero(document, degrees.pop("sharded"), losses)
     recompute, recompute_layers = _recompute(document, layers, losses)
-    pipeline, shape = document.pipeline, _input_shape(document)
+    pipeline, shape, dtypes = document.pipeline, _input_shape(document), document.model.get("dtypes", {})
     axes = [at for at, kind in _kinds(document).items() if kind == "tensor"]
     if document.tables is not None and document.tables.in_slabs:
         losses.append(Loss("embedding tables in slabs", "no format places tables; look-ups are as in the model"))
@@ -90,7 +90,7 @@ def described(document: Document) -> tuple[Parallelism, list[Loss]]:
         losses.append(Loss("offload of some blocks -> of all", "which blocks are at home on the host is not said"))
     return (
         Parallelism(
-            **degrees,
+            **degrees,  # type: ignore[arg-type]
             zero=zero,
             sequence_parallel=_is_sequence_parallel(document),
             context_kind=_context_kind(document),
@@ -101,7 +101,8 @@ def described(document: Document) -> tuple[Parallelism, list[Loss]]:
             micro_batches=document.mesh.micro_batches,
             recompute=recompute,
             recompute_layers=recompute_layers,
-            dtype=document.model.get("dtypes", {}).get("compute", "float32").partition(",")[0],
+            dtype=dtypes.get("compute", "float32").partition(",")[0],
+            stored=dtypes.get("parameters", "float32").partition(",")[0],
             offload={"auto": "host"}.get(document.offload, document.offload),
             products=shared_layers(document, axes, losses),
             batch=shape[0] if shape else None,

@@ -19,7 +19,7 @@ from planner.formulation.training import Training
 from planner.interchange.format import Format
 from planner.interchange.formats import format_of
 from planner.interchange.parallelism import Loss, Parallelism
-from planner.interchange.pins import pins_of
+from planner.interchange.pins import in_words, pins_of, unpinned
 from planner.ir.graph import Graph
 from planner.plan.document.document import EVALUATE, Document
 from planner.plan.exchange.described import described
@@ -37,11 +37,13 @@ class Price:
     Attributes:
         step_s, peak_bytes: of the best plan with its pins; 0 where there is none.
         why_not: why there is none; empty: there is.
+        unpinned: what the configuration says that the plan was not held to, in words.
     """
 
     step_s: float = 0.0
     peak_bytes: int = 0
     why_not: str = ""
+    unpinned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,7 +91,8 @@ class Export:
             return f"{told}; the configuration has none: {price.why_not}"
         more = price.step_s / planned.step_s - 1 if planned.step_s else 0.0
         way = f"{in_percent(abs(more))} {'slower' if more > 0 else 'faster'}" if abs(more) >= 0.005 else "as fast"
-        return f"{told}, {in_seconds(price.step_s)} and {in_bytes(price.peak_bytes)} as configured: {way}"
+        told += f", {in_seconds(price.step_s)} and {in_bytes(price.peak_bytes)} as configured: {way}"
+        return f"{told}; {not_held_to(price.unpinned)}" if price.unpinned else told
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the text, atomically.
@@ -102,6 +105,11 @@ class Export:
             write_text(Path(path), self.text)
         except OSError as error:
             raise ConfigError(f"cannot write {os.fspath(path)!r}: {error.strerror}") from error
+
+
+def not_held_to(unpinned: tuple[str, ...]) -> str:
+    """What a price is not of, in words."""
+    return f"not priced as configured, but as the search or the model has it: {', '.join(unpinned)}"
 
 
 def export(plan: Document, name: str, *, time_limit_s: float = 10.0) -> Export:
@@ -120,17 +128,19 @@ def export(plan: Document, name: str, *, time_limit_s: float = 10.0) -> Export:
         )
     predicted = plan.predicted
     planned = Price(predicted.step_time_s, predicted.peak_bytes)
+    as_stored, is_stored_so = replace(description, stored=whole.stored), description.stored == whole.stored
+    price = planned if is_stored_so else replace(planned, unpinned=(in_words(description, "stored"),))
     return Export(
         form.write(description),
         form,
         description,
         (*beyond, *losses),
         planned,
-        planned if not beyond and description == whole else _price(plan, description, time_limit_s),
+        price if not beyond and as_stored == whole else _price(plan, description, whole.stored, time_limit_s),
     )
 
 
-def _price(plan: Document, description: Parallelism, time_limit_s: float) -> Price | None:
+def _price(plan: Document, description: Parallelism, stored: str, time_limit_s: float) -> Price | None:
     """What a description takes for the model of a plan, if the plan carries it."""
     if plan.assignment is None:
         return None
@@ -140,7 +150,7 @@ def _price(plan: Document, description: Parallelism, time_limit_s: float) -> Pri
     except AutoparError as error:
         return Price(why_not=str(error))
     predicted = found.planned_step[1]
-    return Price(predicted.step_time_s, predicted.peak_bytes)
+    return Price(predicted.step_time_s, predicted.peak_bytes, unpinned=unpinned(description, stored))
 
 
 def searched(
@@ -151,6 +161,7 @@ def searched(
     Raises:
         ConfigError, PinError, InfeasibleError, ClusterError: there is none; says why.
     """
-    pins = with_ulysses(Pins.parse(pins_of(description)), graph, cluster)
+    modules = {node.path: None for node in graph.operators if node.path} if description.recompute_modules else {}
+    pins = with_ulysses(Pins.parse(pins_of(description, modules.keys())), graph, cluster)
     training = replace(training, tier=pins.tier, activations=0, update=pins.update)
     return search(graph, cluster, pins, training, time_limit_s=time_limit_s, gap=GAP)

@@ -22,13 +22,14 @@ from planner.interchange.checks import Mistake, ModelSizes, check, mistakes
 from planner.interchange.format import Format
 from planner.interchange.formats import format_of, guess
 from planner.interchange.parallelism import WORDS, Parallelism, changed
+from planner.interchange.pins import unpinned
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import MICRO
 from planner.ops import OPS, attends
 from planner.plan.document.fingerprint import dtypes
 from planner.plan.exchange.described import Layers
-from planner.plan.exchange.export import searched
+from planner.plan.exchange.export import not_held_to, searched
 from planner.search.branch_and_bound import Searched
 from planner.search.search import search
 from planner.search.search_context import Progress
@@ -75,6 +76,7 @@ class Lint:
         usable_bytes: of a device.
         best: the fastest plan's cost, and ``mesh`` its axes; ``None``: not looked for, or none was found.
         change: the one that helps most of those that change one thing.
+        unpinned: what the configuration says that its cost is not of, in words.
         note: what to take the figures with; empty: nothing.
     """
 
@@ -87,6 +89,7 @@ class Lint:
     best: Cost | None = None
     mesh: str = ""
     change: Improvement | None = None
+    unpinned: tuple[str, ...] = ()
     note: str = ""
 
     @property
@@ -112,6 +115,8 @@ class Lint:
         if self.cost is not None:
             yield f"  fits: {self._memory(self.cost)}"
             yield f"  takes: {in_seconds(self.cost.step_s)} a step"
+            if self.unpinned:
+                yield f"  {not_held_to(self.unpinned)}"
         if self.best is not None and self.cost is not None and self.best.step_s >= self.cost.step_s:
             yield "  best: nothing faster was found in the time"
         elif self.best is not None:
@@ -163,7 +168,14 @@ def lint(
     form = guess(text) if format_name is None else format_of(format_name)
     sizes = model_sizes(graph)
     d, wrong = check(text, form, sizes, cluster.world_size)
-    found = Lint(form, d, tuple(wrong), usable_bytes=cluster.device.usable_bytes, note=_note(d, graph))
+    found = Lint(
+        form,
+        d,
+        tuple(wrong),
+        usable_bytes=cluster.device.usable_bytes,
+        unpinned=() if d is None else unpinned(d, dtypes(graph).get("parameters", "").partition(",")[0]),
+        note=_note(d, graph),
+    )
     if not time_limit_s:
         return found
 
@@ -257,7 +269,8 @@ def _projects(node: Node) -> bool:
 
 def neighbours(d: Parallelism, sizes: ModelSizes) -> Iterator[Parallelism]:
     """Descriptions that differ in one thing, the cheapest to change first."""
-    yield from (replace(d, recompute=level, recompute_layers=None) for level in ("none", "full", "selective"))
+    everywhere = replace(d, recompute_layers=None, recompute_modules=())
+    yield from (replace(everywhere, recompute=level) for level in ("none", "full", "selective"))
     if d.data * d.context > 1:
         yield from (replace(d, zero=stage) for stage in (0, 1, 2, 3))
     if d.tensor > 1:

@@ -227,7 +227,17 @@ UNREADABLE = [
     ("megatron", "--micro-batch-size $MBS", r"'\$MBS' is a variable of the shell"),
     ("megatron", "--micro-batch-size '2", "no arguments of a shell"),
     ("megatron", megatron(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|x|L"), "it is of E, t"),
+    (
+        "megatron",
+        megatron(recompute_granularity="selective", recompute_modules="layernorms"),
+        "--recompute-modules has 'layernorms'; did you mean 'layernorm'",
+    ),
     ("deepspeed", "{", "it is not JSON"),
+    (
+        "deepspeed",
+        deepspeed(train_batch_size="auto"),
+        "'train_batch_size' is 'auto', which Transformers fills in when training begins: write per_device",
+    ),
     ("deepspeed", "[]", "it is a list, not an object"),
     ("deepspeed", deepspeed(zero_optimisation={}), "no field 'zero_optimisation'; did you mean 'zero_optimization'"),
     ("deepspeed", deepspeed(zero_optimization={"stage": "3"}), "'stage' is '3'; it takes a whole number"),
@@ -267,6 +277,44 @@ def test_a_text_of_no_format_or_of_two_is_not_guessed() -> None:
         guess("hello")
     with pytest.raises(ConfigError, match="may be hf or deepspeed"):
         guess('{"train_batch_size": 1, "tp_size": 2}')
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("---\n" + accelerate(dp_shard=8), "accelerate"), ("# ---- degrees ----\n" + torchtitan(), "torchtitan")],
+)
+def test_dashes_are_not_megatron_s_arguments(text: str, name: str) -> None:
+    assert guess(text).name == name
+
+
+def test_ranks_that_are_left_are_as_ranks_that_are_said() -> None:
+    """Torchtitan's ``-1``: the stage of ZeRO is that of the ranks, however these are said."""
+    for pipeline, shards, zero in ((2, 4, 2), (1, 8, 3)):
+        given = {"pipeline_parallel_degree": pipeline, "data_parallel_replicate_degree": 1}
+        said, left = (
+            check(
+                torchtitan(16 // shards, 16, NO_GRAPHS, data_parallel_shard_degree=n, **given),
+                format_of("torchtitan"),
+                MODEL,
+                8,
+            )
+            for n in (shards, -1)
+        )
+        assert said == left
+        assert said[0] is not None
+        assert said[0].zero == zero
+    copies, _ = check(torchtitan(data_parallel_replicate_degree=8), format_of("torchtitan"), MODEL, 8)
+    assert copies is not None
+    assert (copies.replicate, copies.data, copies.zero) == (1, 8, 0)
+
+
+def test_megatron_counts_layers_that_recompute_for_every_stage() -> None:
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    for words, count in (({}, 4), ({"pipeline_model_parallel_layout": '"E|t*2|t*3|t*3L"'}, 3)):
+        text = megatron(pipeline_model_parallel_size=4, micro_batch_size=1, **block, **words)
+        assert format_of("megatron").read(text).recompute_layers == count
+    looped = megatron(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2, **block)
+    assert format_of("megatron").read(looped).recompute_layers == 4
 
 
 def test_sizes_that_the_model_lacks_are_not_checked() -> None:

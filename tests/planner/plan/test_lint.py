@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from planner.base.errors import ConfigError
 from planner.formulation.training import Training
+from planner.interchange.parallelism import Parallelism
+from planner.interchange.pins import pins_of, unpinned
 from planner.plan.exchange.lint import Lint, lint, model_sizes
 from tests.planner.formulation.test_pins import attention
 from tests.planner.plans import cluster, plan_of, residual_mlp
@@ -82,3 +85,27 @@ def test_sizes_are_those_of_the_graph() -> None:
     assert model_sizes(MLP).layers == 4
     assert model_sizes(MLP).heads == 0
     assert model_sizes(attention()).heads > 0
+
+
+def test_what_no_pin_says_is_said_not_to_be_priced() -> None:
+    text = (
+        "--pipeline-model-parallel-size 2 --micro-batch-size 8 --global-batch-size 64 --num-layers 4 "
+        "--pipeline-model-parallel-layout Et*3|tL --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1"
+    )
+    found = linted(text)
+    assert found.unpinned == ("layers of each stage (3+1)", "layers that recompute (2)")
+    assert "not priced as configured, but as the search or the model has it: layers of each" in " ".join(
+        str(found).split()
+    )
+
+
+def test_norms_alone_recompute_where_these_are_named() -> None:
+    modules = ["h.0", "h.0.norm1", "h.0.mlp.up", "h.0.attn"]
+    d = Parallelism(recompute="selective", recompute_modules=("layernorm",))
+    assert pins_of(d, modules)["recompute"] == {"keep": ["h.0", "h.0.mlp.up", "h.0.attn"]}
+    assert pins_of(d, ["h.0"])["recompute"] == "none"
+    attended = replace(d, recompute_modules=("core_attn",))
+    assert "recompute" not in pins_of(attended, modules)
+    assert unpinned(attended, "float32") == ("modules that recompute (core_attn)",)
+    assert unpinned(replace(d, stored="bfloat16"), "float32") == ("dtype of parameters (bfloat16)",)
