@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,8 @@ DIFFERS = (
     "summed over ranks there; a plan sends between stages beside computing, and from every rank all that its "
     "neighbour needs, where the run sends each part once and gathers it. *Besides* is what the run does of this and "
     "the plan does not, by the same prices. Gradients are reduced when backward is over",
-    "Llama: Transformers' model, every eager kernel by itself (a compiled run has no plan of its own); the source says "
+    "Llama: Transformers' model, which repeats heads of keys as torchtitan's does (a plan of today shares them), every "
+    "eager kernel by itself (a compiled run has no plan of its own); the source says "
     "selective recomputation, its configuration knows it by operator (which also makes every other product again, and "
     "a plan's none) and by block; gradients are reduced in bfloat16, parameters are gathered without copies and, in "
     "blocks that recompute nothing, held until backward; the device is given all the memory that is needed",
@@ -223,7 +225,9 @@ def titan(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> list[
         why = "compiled kernels are not what the runtime emits"
         return [Run(which, name, pin, published_s, row["peak_memory_gib"], why=why)]
     made, batch = llama(model["layers"], row["local_batch"] * row["gpus"], model["sequence"])
-    traced, cluster = trace(made, example_kwargs=batch), llama_cluster(row["gpus"])
+    # Capture lets attention share heads of keys; torchtitan's model repeats them, so that its run did.
+    with patch("autopar.capture.flatten.grouped_heads", lambda program: program):
+        traced, cluster = trace(made, example_kwargs=batch), llama_cluster(row["gpus"])
     roomy = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_bytes": 2**40})})
     runs = []
     for level in ("selective", "full"):
