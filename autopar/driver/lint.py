@@ -17,8 +17,8 @@ from planner.base.errors import ConfigError, InputError
 from planner.base.files import check_path
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.training import Training
-from planner.plan.exchange.lint import Lint
-from planner.plan.exchange.lint import lint as lint_text
+from planner.interchange.lint import Lint
+from planner.interchange.lint import lint as lint_text
 from planner.search.search_context import Progress
 
 

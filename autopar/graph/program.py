@@ -6,7 +6,7 @@ path of its own. :func:`expand` writes all calls out as one fx graph; lowering w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -56,6 +56,30 @@ class Body:
         """The modules whose forwards made the nodes, each once."""
         return tuple(dict.fromkeys(map(module_path, self.nodes)))
 
+    def rewritten(self, rewrite: Callable[[fx.Node, Mapping[fx.Node, fx.Node]], None]) -> Rewritten:
+        """A copy, some nodes of which read or do something else.
+
+        Args:
+            rewrite: is given each node and the copies so far, and may change its own.
+        """
+        graph = fx.Graph()
+        copies = {operand: graph.placeholder(operand.name) for operand in self.operands}
+        sources = {copy: operand for operand, copy in copies.items()}
+        for operand, copy in copies.items():
+            copy.meta = operand.meta
+        for node in self.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            rewrite(node, copies)
+        body = Body(tuple(copies[node] for node in self.nodes))
+        return Rewritten(body, tuple(sources[operand] for operand in body.operands))
+
+
+class Rewritten(NamedTuple):
+    """A body that stands for another one, and the operands of that which it reads."""
+
+    body: Body
+    sources: tuple[fx.Node, ...]
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -82,6 +106,11 @@ class Call:
     def values(self) -> dict[fx.Node, str]:
         """What every node that the body reads or makes is called here."""
         return dict(zip((*self.body.operands, *self.body.nodes), (*self.operands, *self.names), strict=True))
+
+    def running(self, rewritten: Rewritten) -> Call:
+        """The same call with the body that stands for its own."""
+        values = self.values
+        return replace(self, body=rewritten.body, operands=tuple([values[each] for each in rewritten.sources]))
 
     def of(self, body: Body) -> Call:
         """The same call of some of its body's nodes, maybe in another order."""

@@ -2,6 +2,6 @@
 
 :mod:`planner.interchange.parallelism` is that description. A format is a module of its own with two functions,
 ``write(description) -> text`` and ``read(text) -> description``, and a list of limits: what its program cannot say or
-refuses, and what comes nearest. Exporters round by these limits, the linter reports them. Plans turn into descriptions
-in :mod:`planner.plan.exchange`.
+refuses, and what comes nearest. Exporters round by these limits (:mod:`planner.plan.export`), the linter reports them
+(:mod:`planner.interchange.lint`).
 """

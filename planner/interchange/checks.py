@@ -7,30 +7,12 @@ from dataclasses import dataclass, replace
 
 from planner.base.errors import ConfigError, ScheduleError
 from planner.interchange.format import Format
+from planner.interchange.model_sizes import ModelSizes
 from planner.interchange.parallelism import DEGREES, Parallelism, changed, resolved
 from planner.solve.pipeline.schedule import check_fits
 
 ROUNDS = ("interleaved_1f1b",)
 """Schedules that take micro-batches in rounds of as many as there are ranks."""
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """What of a model must divide by degrees; 0: it has none, or that is not known.
-
-    Attributes:
-        batch, sequence: of the example.
-        layers: blocks that are alike.
-        heads, key_value_heads: of attention, the fewest.
-        experts: of each mixture, the fewest.
-    """
-
-    batch: int = 0
-    sequence: int = 0
-    layers: int = 0
-    heads: int = 0
-    key_value_heads: int = 0
-    experts: int = 0
 
 
 @dataclass(frozen=True)

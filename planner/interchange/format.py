@@ -11,7 +11,7 @@ import yaml
 
 from planner.base.errors import ConfigError
 from planner.base.units import nearest
-from planner.interchange.parallelism import WORDS, Loss, Parallelism, changed, told
+from planner.interchange.parallelism import WORDS, Lost, Parallelism, changed, told
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class Format:
         """Fields that code says, or the tool: a text of this format does not."""
         return {limit.about for limit in self.limits if limit.about} - self.fields.keys()
 
-    def round(self, description: Parallelism) -> tuple[Parallelism, list[Loss]]:
+    def round(self, description: Parallelism) -> tuple[Parallelism, list[Lost]]:
         """The nearest description that the format can say, and what is lost on the way."""
-        losses = []
+        lost = []
         for limit in self.limits:
             if not limit.applies(description):
                 continue
@@ -76,9 +76,9 @@ class Format:
             what = "; ".join(changed(description, rounded))
             if not what:
                 what = f"{WORDS[limit.about]} {told(limit.about, getattr(description, limit.about))}"
-            losses.append(Loss(what, limit.why))
+            lost.append(Lost(what, limit.why))
             description = rounded
-        return description, losses
+        return description, lost
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

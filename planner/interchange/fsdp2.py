@@ -50,9 +50,10 @@ CONSTANTS = {
 IMPORTS = {
     "fsdp": "from torch.distributed.fsdp import fully_shard",
     "offload": "from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard",
-    "tensor": """from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle""",
+    "tensor": "from torch.distributed.tensor import DTensor, Replicate\n"
+    "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, "
+    "parallelize_module\n"
+    "from torch.distributed.tensor.parallel.style import ParallelStyle",
     "pipeline": "from torch.distributed.pipelining import PipelineStage, {schedule}",
     "recompute": "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper",
     "selective": "from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts",

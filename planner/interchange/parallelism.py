@@ -129,7 +129,7 @@ class Parallelism:
 
 
 @dataclass(frozen=True)
-class Loss:
+class Lost:
     """Something of a plan that a format does not say as it is.
 
     Attributes:

@@ -56,7 +56,7 @@ from planner.solve.transfers import TransferSchedule
 
 if TYPE_CHECKING:
     from planner.cost.cluster import ClusterSpec
-    from planner.plan.exchange.export import Export
+    from planner.plan.export.export import Export
     from planner.plan.pareto import ParetoCurve
     from planner.plan.report.explain import Explanation
     from planner.plan.report.why_not import WhyNot
@@ -247,7 +247,7 @@ class Plan(Document):
             PlanError: the plan was read from a file whose details of operators were taken out.
             InputError: the time limit is not positive.
         """
-        from planner.plan.exchange.export import export
+        from planner.plan.export.export import export
 
         return export(self, to, time_limit_s=time_limit_s)
 

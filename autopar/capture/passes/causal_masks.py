@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.constant_propagation import Constants, Limits, Unknown, argument, evaluate
-from autopar.graph.program import Body, Program
+from autopar.graph.program import Body, Program, Rewritten
 from autopar.operators.attention import attention
 from planner.ops.attention import Sight
 
@@ -50,7 +50,7 @@ def causal_masks(program: Program, limits: Limits | None = None) -> Program:
         for node, mask in masked[call.body].items()
     }
     says = _answers(program, list(dict.fromkeys(asked.values())), limits)
-    changed: dict[object, tuple[Body, tuple[fx.Node, ...]]] = {}
+    changed: dict[object, Rewritten] = {}
     calls = []
     for call in program.calls:
         told = {node: found for node in masked[call.body] if (found := says[asked[call, node]]) is not None}
@@ -58,9 +58,7 @@ def causal_masks(program: Program, limits: Limits | None = None) -> Program:
             key = call.body, tuple(told.items())
             if key not in changed:
                 changed[key] = _without_masks(call.body, told)
-            body, sources = changed[key]
-            values = call.values
-            call = replace(call, body=body, operands=tuple([values[source] for source in sources]))
+            call = call.running(changed[key])
         calls.append(call)
     return replace(program, calls=tuple(calls))
 
@@ -178,19 +176,14 @@ def _mask(node: fx.Node) -> fx.Node | None:
     return mask
 
 
-def _without_masks(body: Body, told: Mapping[fx.Node, Sight]) -> tuple[Body, tuple[fx.Node, ...]]:
-    """The body in which attention is not ``told`` so by a mask, and the operands of the old one that it reads."""
-    graph = fx.Graph()
-    copies = {operand: graph.placeholder(operand.name) for operand in body.operands}
-    sources = {copy: operand for operand, copy in copies.items()}
-    for operand, copy in copies.items():
-        copy.meta = operand.meta
-    for node in body.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+def _without_masks(body: Body, told: Mapping[fx.Node, Sight]) -> Rewritten:
+    """The body in which attention is not ``told`` so by a mask."""
+
+    def drop(node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> None:
         if node in told:
             _drop_mask(copies[node], told[node])
-    changed = Body(tuple(copies[node] for node in body.nodes))
-    return changed, tuple(sources[operand] for operand in changed.operands)
+
+    return body.rewritten(drop)
 
 
 def _drop_mask(node: fx.Node, seen: Sight) -> None:

@@ -9,13 +9,14 @@ and where ranks could divide all heads, but neither those of keys nor the heads 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 from autopar.capture.constant_propagation import argument
-from autopar.graph.program import Body, Program
+from autopar.graph.program import Body, Program, Rewritten
 from autopar.operators.attention import attention
 
 aten = torch.ops.aten
@@ -30,33 +31,21 @@ RANKS = 8
 def grouped_heads(program: Program) -> Program:
     """Give attention without a mask the keys and values that are repeated; what repeats them is left as dead code."""
     changed = {body: _grouped(body) for body in dict.fromkeys(call.body for call in program.calls)}
-    calls = []
-    for call in program.calls:
-        body, sources = changed[call.body]
-        if body is not call.body:
-            values = call.values
-            call = replace(call, body=body, operands=tuple(values[source] for source in sources))
-        calls.append(call)
+    calls = (call if (found := changed[call.body]) is None else call.running(found) for call in program.calls)
     return replace(program, calls=tuple(calls))
 
 
-def _grouped(body: Body) -> tuple[Body, tuple[fx.Node, ...]]:
-    """The body in which attention shares heads, and the operands of the old one that it reads."""
+def _grouped(body: Body) -> Rewritten | None:
+    """The body in which attention shares heads; ``None``: it has none that could."""
     whole = {node: found for node in body.nodes if (found := _before_repeating(node)) is not None}
-    if not whole:
-        return body, body.operands
-    graph = fx.Graph()
-    copies = {operand: graph.placeholder(operand.name) for operand in body.operands}
-    sources = {copy: operand for operand, copy in copies.items()}
-    for operand, copy in copies.items():
-        copy.meta = operand.meta
-    for node in body.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+
+    def share(node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> None:
         if node in whole:
-            copies[node].args = (copies[node].args[0], *map(copies.__getitem__, whole[node]), *copies[node].args[3:])
-            copies[node].kwargs = {**copies[node].kwargs, "enable_gqa": True}
-    changed = Body(tuple(copies[node] for node in body.nodes))
-    return changed, tuple(sources[operand] for operand in changed.operands)
+            copy = copies[node]
+            copy.args = (copy.args[0], *map(copies.__getitem__, whole[node]), *copy.args[3:])
+            copy.kwargs = {**copy.kwargs, "enable_gqa": True}
+
+    return body.rewritten(share) if whole else None
 
 
 def _before_repeating(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -12,6 +12,7 @@ import numpy as np
 from planner.formulation.decision_names import short_op
 from planner.ir.graph import Graph, Node, static
 from planner.ops import OPS
+from planner.ops.dtypes import dtypes
 from planner.ops.function import FOUND_OUT, PREFIX, is_unregistered
 
 
@@ -46,33 +47,6 @@ def model_facts(graph: Graph, name: str, mode: str = "train") -> dict[str, Any]:
     params = sum(node.results[0].numel for node in graph.applying("param").firsts)
     facts = {"class": name, "parameters": params, "mode": mode, "dtypes": dtypes(graph)}
     return {**facts, "fingerprint": fingerprint(graph)}
-
-
-PRODUCTS = ("linear", "matmul", "attention", "other")
-"""Kernels that do most of the arithmetic."""
-
-
-def dtypes(graph: Graph) -> dict[str, str]:
-    """In which dtypes a model has its ``parameters``, does ``compute`` matrix products, and has ``gradients``.
-
-    Where there are several, that of most elements comes first; what has less than a hundredth of them is left out.
-    """
-    columns = graph.columns
-    found: dict[str, Counter[str]] = {"parameters": Counter(), "compute": Counter(), "gradients": Counter()}
-    for first, times in zip(columns.firsts, np.bincount(columns.first).tolist(), strict=True):
-        row = OPS.get(first.op)
-        if first.op == "param":
-            tensor = first.results[0]
-            found["parameters"][tensor.dtype] += times * tensor.numel
-            found["gradients"][tensor.dtype] += times * tensor.numel * tensor.grad
-        elif row is not None and row.kernel in PRODUCTS:
-            found["compute"][first.results[0].dtype] += times * first.results[0].numel
-    return {use: told for use, counts in found.items() if (told := _most(counts))}
-
-
-def _most(counts: Counter[str]) -> str:
-    total = counts.total()
-    return ", ".join(dtype for dtype, count in counts.most_common() if count > total / 100)
 
 
 def coverage(graph: Graph) -> dict[str, int]:

@@ -17,8 +17,9 @@ import pytest
 import yaml
 
 from planner.base.errors import ConfigError
-from planner.interchange.checks import ModelSizes, check
+from planner.interchange.checks import check
 from planner.interchange.formats import FORMATS, format_of, guess
+from planner.interchange.model_sizes import ModelSizes
 
 MODEL = ModelSizes(batch=16, sequence=2048, layers=8, heads=16, key_value_heads=8, experts=32)
 

@@ -67,10 +67,10 @@ def descriptions(count: int) -> Iterator[Parallelism]:
 def test_what_is_rounded_is_written_and_read_again(name: str) -> None:
     form = FORMATS[name]
     for d in descriptions(300):
-        rounded, losses = form.round(d)
+        rounded, lost = form.round(d)
         assert rounded.size == d.size, "ranks of what cannot be said do something else"
         assert form.round(rounded)[0] == rounded, "once rounded, nothing is left to round"
-        assert bool(losses) >= (rounded != d), "what is rounded is said"
+        assert bool(lost) >= (rounded != d), "what is rounded is said"
         found = resolved(form.read(form.write(rounded)), d.size, d.batch)
         differ = {each for each in WORDS if getattr(found, each) != getattr(rounded, each)}
         assert differ <= form.elsewhere, (d, [(each, getattr(rounded, each), getattr(found, each)) for each in differ])

@@ -12,7 +12,7 @@ import pytest
 from planner.base.errors import ConfigError, InputError
 from planner.interchange.formats import FORMATS
 from planner.interchange.parallelism import WORDS, resolved
-from planner.plan.exchange.described import described
+from planner.plan.export.described import described
 from planner.plan.plan import Plan
 from tests.planner.plans import GOLDEN, check_golden, plan_of, residual_mlp
 
@@ -20,13 +20,13 @@ PLANS = ("dense", "pipelined", "sequence", "sparse")
 
 
 def load(name: str) -> Plan:
-    return Plan.load(GOLDEN / "exchange" / f"{name}.json")
+    return Plan.load(GOLDEN / "export" / f"{name}.json")
 
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_plan_is_written_and_what_is_lost_is_said(name: str, to: str) -> None:
-    check_golden(f"exchange/{name}.{to}.txt", str(load(name).export(to)))
+    check_golden(f"export/{name}.{to}.txt", str(load(name).export(to)))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -42,8 +42,8 @@ def test_what_is_written_says_what_the_plan_was_rounded_to(name: str, to: str) -
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_is_described_by_its_pins(name: str) -> None:
     plan = load(name)
-    description, losses = described(plan)
-    assert not losses
+    description, lost = described(plan)
+    assert not lost
     pin = {**plan.pin, "zero": {"sequence": 3}.get(name, plan.pin["zero"])}  # blocks that recompute gather again
     data = pin["data"] * pin.get("expert", 1)
     expected = {
@@ -57,7 +57,7 @@ def test_the_price_of_what_is_rounded_is_that_of_the_best_plan_with_its_pins() -
     pin = {"pipeline": 2, "data": 2, "micro_batches": 2, "zero": 1, "recompute": "none"}
     plan = plan_of(residual_mlp(layers=4, batch=64), pin=pin)
     exported = plan.export("deepspeed")
-    assert any("pipeline parallel 2 -> 1" in loss.what for loss in exported.losses)
+    assert any("pipeline parallel 2 -> 1" in each.what for each in exported.lost)
     rounded = plan_of(
         residual_mlp(layers=4, batch=64),
         pin={"pipeline": 1, "data": 4, "micro_batches": 2, "zero": 1, "recompute": "none"},
@@ -70,7 +70,7 @@ def test_the_price_of_what_is_rounded_is_that_of_the_best_plan_with_its_pins() -
 def test_what_loses_nothing_costs_what_the_plan_costs() -> None:
     plan = plan_of(residual_mlp(layers=4, batch=64), pin={"data": 4, "zero": 3, "pipeline": 1, "micro_batches": 1})
     exported = plan.export("hf")
-    assert not exported.losses
+    assert not exported.lost
     assert exported.price == exported.planned
     assert "nothing is lost" in exported.report
     assert "as fast" in exported.report
@@ -81,8 +81,8 @@ def test_what_fits_in_no_way_is_said_to_have_no_price() -> None:
     assert plan.assignment is not None
     small = plan.cluster.model_copy(update={"device": plan.cluster.device.model_copy(update={"memory_bytes": 20_000})})
     exported = replace(plan, cluster=small, decided=plan.assignment).export("deepspeed")
-    assert exported.price is not None
-    assert "budget" in exported.price.why_not or "memory" in exported.price.why_not
+    assert exported.price is None
+    assert "budget" in exported.why_not or "memory" in exported.why_not
     assert "the configuration has none" in exported.report
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from planner.base.errors import ConfigError
 from planner.formulation.training import Training
+from planner.interchange.lint import Lint, lint
+from planner.interchange.model_sizes import model_sizes
 from planner.interchange.parallelism import Parallelism
 from planner.interchange.pins import pins_of, unpinned
-from planner.plan.exchange.lint import Lint, lint, model_sizes
 from tests.planner.formulation.test_pins import attention
 from tests.planner.plans import cluster, plan_of, residual_mlp
 

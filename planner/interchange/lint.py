@@ -16,20 +16,17 @@ from planner.base.errors import AutoparError, InfeasibleError
 from planner.base.formatting import in_bytes, in_paragraph, in_percent, in_seconds, sizes_text
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.strategies import rule_of
 from planner.formulation.training import Training
-from planner.interchange.checks import Mistake, ModelSizes, check, mistakes
+from planner.interchange.checks import Mistake, check, mistakes
 from planner.interchange.format import Format
 from planner.interchange.formats import format_of, guess
+from planner.interchange.model_sizes import ModelSizes, model_sizes
 from planner.interchange.parallelism import WORDS, Parallelism, changed
 from planner.interchange.pins import unpinned
-from planner.ir.folding import fold
-from planner.ir.graph import Graph, Node
+from planner.interchange.pricing import Cost, cost_of, not_held_to, searched
+from planner.ir.graph import Graph
 from planner.ir.layout import MICRO
-from planner.ops import OPS, attends
-from planner.plan.document.fingerprint import dtypes
-from planner.plan.exchange.described import Layers
-from planner.plan.exchange.export import not_held_to, searched
+from planner.ops.dtypes import dtypes
 from planner.search.branch_and_bound import Searched
 from planner.search.search import search
 from planner.search.search_context import Progress
@@ -39,19 +36,6 @@ HELPS = 0.01
 HALF = ("bfloat16", "float16")
 EACH_S = 2.0
 """So long is looked for what a changed configuration takes, at most."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a step takes: seconds, and bytes of every pipeline rank at its fullest."""
-
-    step_s: float
-    rank_bytes: tuple[int, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of the fullest."""
-        return max(self.rank_bytes)
 
 
 @dataclass(frozen=True)
@@ -214,57 +198,6 @@ def _told(found: Searched) -> str:
     sizes = {name: size for name, size in found.best.config.sizes.items() if name != MICRO}
     count = found.best.config.mesh.micro_batches
     return sizes_text(sizes) + (f", {count} micro-batches" if count > 1 else "")
-
-
-def cost_of(found: Searched) -> Cost:
-    """What the best plan of a search takes."""
-    predicted, staged = found.planned_step[1], found.staged
-    of_ranks = (predicted.peak_bytes,) if staged is None or staged.pipeline.ranks == 1 else staged.rank_bytes
-    return Cost(predicted.step_time_s, of_ranks)
-
-
-def model_sizes(graph: Graph) -> ModelSizes:
-    """What of a model must divide by degrees of parallelism."""
-    inputs = [leaf.results[0].shape for leaf in graph.leaves if leaf.op == "input"]
-    rules = [rule_of(graph, node) for node in graph.operators if attends(node.op)]
-    shared = [(node, OPS[node.op].labels.get("expert", "")) for node in graph.operators if node.op in OPS]
-    experts = [rule_of(graph, node).sizes.get(factor, 0) for node, factor in shared if factor]
-    heads = [(rule.sizes.get("kv", 0), rule.sizes.get("group", 1)) for rule in rules if rule.sizes.get("kv")]
-    projected = [count for node in graph.operators if attends(node.op) if (count := _projected_heads(graph, node))]
-    folded = fold(graph)
-    numbers: dict[str, list[int]] = {}
-    for number, instance in enumerate(folded.instances):
-        numbers.setdefault(folded.names[instance.kind], []).append(number)
-    layers = Layers.of(numbers)
-    return ModelSizes(
-        batch=inputs[0][0] if inputs and inputs[0] else 0,
-        sequence=inputs[0][1] if inputs and len(inputs[0]) > 1 and heads else 0,
-        layers=0 if layers.pieces else len(layers.numbers),
-        heads=min((kv * group for kv, group in heads), default=0),
-        key_value_heads=min((*projected, *(kv for kv, _ in heads)), default=0),
-        experts=min(experts, default=0),
-    )
-
-
-def _projected_heads(graph: Graph, node: Node) -> int:
-    """Heads of keys as an attention's keys are projected, before they are repeated for all queries; 0: not seen."""
-    query, key = graph.type_of(node.inputs[0]).shape, graph.type_of(node.inputs[1]).shape
-    if len(query) < 3:
-        return 0
-    near, seen = [graph.by_name[node.inputs[1].node]], set[str]()
-    while near:
-        made = near.pop(0)
-        if _projects(made):
-            features = made.results[0].shape[-1]
-            return features // key[-1] if features % key[-1] == 0 and features <= query[-3] * key[-1] else 0
-        near += [graph.by_name[ref.node] for ref in made.inputs if ref.node not in seen]
-        seen.update(ref.node for ref in made.inputs)
-    return 0
-
-
-def _projects(node: Node) -> bool:
-    row = OPS.get(node.op)
-    return row is not None and row.kernel == "linear"
 
 
 def neighbours(d: Parallelism, sizes: ModelSizes) -> Iterator[Parallelism]:

@@ -6,15 +6,14 @@ Everything is read off the decisions, as the report's first sentence is (:mod:`p
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import pairwise
 
 from planner.base.errors import PlanError
 from planner.base.formatting import GATHERED_AGAIN
-from planner.interchange.parallelism import Loss, Parallelism, Recomputation
+from planner.interchange.parallelism import Lost, Parallelism, Recomputation
+from planner.ir.layers import LAYER, Layers
 from planner.ir.layout import MICRO
 from planner.ops.attention import QUERY, RING, ZIGZAG, ZIGZAG_RING
 from planner.plan.document.axis_uses import (
@@ -28,48 +27,14 @@ from planner.plan.document.axis_uses import (
     work_of,
 )
 from planner.plan.document.document import EVALUATE, Document
-from planner.plan.exchange.shared_layers import shared_layers
+from planner.plan.export.shared_layers import shared_layers
 
 WAYS = {QUERY: "gather", ZIGZAG: "zigzag_gather", RING: "ring", ZIGZAG_RING: "zigzag"}
-LAYER = re.compile(r"(.+)\.(?:\*|\d+)")
 SHOWN = 3
 """So many parameters are named."""
 
 
-@dataclass(frozen=True)
-class Layers:
-    """The blocks of a model that are its layers.
-
-    Attributes:
-        path: what they are called: ``model.layers.*``; empty: the model has none.
-        numbers: of the blocks that are one, among all blocks.
-        pieces: whether blocks are parts of layers.
-    """
-
-    path: str
-    numbers: tuple[int, ...]
-    pieces: bool
-
-    @classmethod
-    def of(cls, blocks: Mapping[str, Sequence[int]]) -> Layers:
-        """The largest family of blocks that are alike but for a number in their name.
-
-        Args:
-            blocks: distinct ones by name, and the numbers of their instances.
-        """
-        families = Counter[str]()
-        for name, numbers in blocks.items():
-            if found := LAYER.match(name):
-                families[found[1]] += len(numbers)
-        if not families:
-            return cls("", (), False)
-        path = families.most_common(1)[0][0]
-        own = {name: numbers for name, numbers in blocks.items() if name.startswith(f"{path}.")}
-        whole = [numbers for name, numbers in own.items() if LAYER.fullmatch(name)]
-        return cls(f"{path}.*", tuple(sorted(n for numbers in whole for n in numbers)), len(whole) < len(own))
-
-
-def described(document: Document) -> tuple[Parallelism, list[Loss]]:
+def described(document: Document) -> tuple[Parallelism, list[Lost]]:
     """The description of a plan, and what of the plan it leaves out whatever the format.
 
     Raises:
@@ -77,17 +42,17 @@ def described(document: Document) -> tuple[Parallelism, list[Loss]]:
     """
     if not document.account.blocks:
         raise PlanError(f"to say what a plan's axes are for, its details are needed: get them with {EVALUATE}")
-    losses: list[Loss] = []
+    lost: list[Lost] = []
     layers = Layers.of({block.name: block.at for block in document.blocks})
-    degrees = _degrees(document, losses)
-    zero = _zero(document, degrees.pop("sharded"), losses)
-    recompute, recompute_layers = _recompute(document, layers, losses)
+    degrees = _degrees(document, lost)
+    zero = _zero(document, degrees.pop("sharded"), lost)
+    recompute, recompute_layers = _recompute(document, layers, lost)
     pipeline, shape, dtypes = document.pipeline, _input_shape(document), document.model.get("dtypes", {})
     axes = [at for at, kind in _kinds(document).items() if kind == "tensor"]
     if document.tables is not None and document.tables.in_slabs:
-        losses.append(Loss("embedding tables in slabs", "no format places tables; look-ups are as in the model"))
+        lost.append(Lost("embedding tables in slabs", "no format places tables; look-ups are as in the model"))
     if document.offload == "auto":
-        losses.append(Loss("offload of some blocks -> of all", "which blocks are at home on the host is not said"))
+        lost.append(Lost("offload of some blocks -> of all", "which blocks are offloaded is not said"))
     return (
         Parallelism(
             **degrees,  # type: ignore[arg-type]
@@ -97,20 +62,20 @@ def described(document: Document) -> tuple[Parallelism, list[Loss]]:
             pipeline=1 if pipeline is None else pipeline.ranks,
             schedule="1f1b" if pipeline is None or pipeline.ranks == 1 else pipeline.schedule,
             virtual_stages=1 if pipeline is None else pipeline.virtual_stages,
-            stage_layers=_stage_layers(document, layers, losses),
+            stage_layers=_stage_layers(document, layers, lost),
             micro_batches=document.mesh.micro_batches,
             recompute=recompute,
             recompute_layers=recompute_layers,
             dtype=dtypes.get("compute", "float32").partition(",")[0],
             stored=dtypes.get("parameters", "float32").partition(",")[0],
             offload={"auto": "host"}.get(document.offload, document.offload),
-            products=shared_layers(document, axes, losses),
+            products=shared_layers(document, axes, lost),
             batch=shape[0] if shape else None,
             sequence=shape[1] if len(shape) > 1 else None,
             layers=len(layers.numbers) or None,
             layer_path=layers.path,
         ),
-        losses,
+        lost,
     )
 
 
@@ -121,7 +86,7 @@ def _kinds(document: Document) -> dict[int, str]:
     return {at: kind_of(axis, work[at]) for at, axis in axes if axis.size > 1 and axis.name != MICRO}
 
 
-def _degrees(document: Document, losses: list[Loss]) -> dict[str, int]:
+def _degrees(document: Document, lost: list[Lost]) -> dict[str, int]:
     """Ranks by kind; ``sharded``: of those that share parameters."""
     axes, kinds = document.mesh.axes, _kinds(document)
     tables, experts, features = (parted_by(document, words) for words in (LOOKED_UP, SHARED, (FEATURES,)))
@@ -139,17 +104,17 @@ def _degrees(document: Document, losses: list[Loss]) -> dict[str, int]:
         elif features[at] and kind != "tensor":
             expert_tensor *= size
         if kind == "idle":
-            losses.append(Loss(f"{size} idle ranks -> data parallel", "every rank of an axis does the same"))
+            lost.append(Lost(f"{size} idle ranks -> data parallel", "every rank of an axis does the same"))
     on_tensor = any(kind == "tensor" and experts[at] for at, kind in kinds.items())
     found["expert_tensor"] = expert_tensor if expert_tensor > 1 else int(on_tensor)
     if sum(kind == "tensor" for kind in kinds.values()) > 1:
-        losses.append(
-            Loss(f"a grid of tensor-parallel axes -> {found['tensor']} ranks", "tensor parallelism has one axis")
+        lost.append(
+            Lost(f"a grid of tensor-parallel axes -> {found['tensor']} ranks", "tensor parallelism has one axis")
         )
     return found
 
 
-def _zero(document: Document, sharded: int, losses: list[Loss]) -> int:
+def _zero(document: Document, sharded: int, lost: list[Lost]) -> int:
     """The stage of ZeRO, and which parameters are an exception."""
     if sharded == 1:
         return 0
@@ -161,14 +126,14 @@ def _zero(document: Document, sharded: int, losses: list[Loss]) -> int:
     ]
     if whole:
         named = ", ".join(whole[:SHOWN]) + f" and {len(whole) - SHOWN} more" * (len(whole) > SHOWN)
-        losses.append(Loss(f"{named} stored whole -> in shards", "ZeRO is said of all parameters alike"))
+        lost.append(Lost(f"{named} stored whole -> in shards", "ZeRO is said of all parameters alike"))
     if document.pipeline is not None:
         return 1 if document.unsharding.once_per_step else 3
     repeated = [block for block in document.blocks if block.count > 1] or list(document.blocks)
     gathering, count = sum(sum(b.recompute.values()) for b in repeated), sum(b.count for b in repeated)
     if 0 < gathering < count:
         told = f"ZeRO 3 in {gathering} of {count} blocks, 2 in the others -> {3 if 2 * gathering >= count else 2}"
-        losses.append(Loss(told, "ZeRO has one stage for all blocks"))
+        lost.append(Lost(told, "ZeRO has one stage for all blocks"))
     return 3 if 2 * gathering >= count else 2
 
 
@@ -196,19 +161,19 @@ def _way(document: Document, at: int) -> str:
     return told.most_common(1)[0][0] if told else ""
 
 
-def _stage_layers(document: Document, layers: Layers, losses: list[Loss]) -> tuple[int, ...]:
+def _stage_layers(document: Document, layers: Layers, lost: list[Lost]) -> tuple[int, ...]:
     """Layers of each stage, where these are not equally many."""
     pipeline = document.pipeline
     if pipeline is None or pipeline.ranks == 1 or not layers.numbers:
         return ()
     if layers.pieces:
-        losses.append(Loss("stages that end within a layer", "stages are of whole layers"))
+        lost.append(Lost("stages that end within a layer", "stages are of whole layers"))
         return ()
     counts = [sum(low <= n < high for n in layers.numbers) for low, high in pairwise(pipeline.bounds)]
     return () if min(counts) == max(counts) else tuple(counts)
 
 
-def _recompute(document: Document, layers: Layers, losses: list[Loss]) -> tuple[Recomputation, int | None]:
+def _recompute(document: Document, layers: Layers, lost: list[Lost]) -> tuple[Recomputation, int | None]:
     """What layers recompute, by the level that comes nearest, and how many; ``None``: all."""
     levels = _levels(document, layers)
     count = len(layers.numbers) or sum(block.count for block in document.blocks)
@@ -223,9 +188,7 @@ def _recompute(document: Document, layers: Layers, losses: list[Loss]) -> tuple[
     kind: Recomputation = nearest.most_common(1)[0][0]
     if set(computed) != {kind}:
         told = ", ".join(f"{n} at {level}" for level, n in computed.items())
-        losses.append(
-            Loss(f"recomputation of {told} -> {kind}", "sets of operators of one's own have no name elsewhere")
-        )
+        lost.append(Lost(f"recomputation of {told} -> {kind}", "sets of operators of one's own have no name elsewhere"))
     total = sum(computed.values())
     return kind, None if total >= count else total
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from planner.interchange.parallelism import Loss
+from planner.interchange.parallelism import Lost
 from planner.plan.document.detail import BlockDetail, Move, OpDetail
 from planner.plan.document.document import Document
 
@@ -20,12 +20,12 @@ LAYER, LOOK_UP = "linear", "embedding"
 NUMBER = re.compile(r"\.(?:\*|\d+)(?=\.|$)")
 
 
-def shared_layers(document: Document, axes: Sequence[int], losses: list[Loss]) -> dict[str, str]:
+def shared_layers(document: Document, axes: Sequence[int], lost: list[Lost]) -> dict[str, str]:
     """Module -> how its weight is shared (:attr:`planner.interchange.parallelism.Parallelism.products`).
 
     Args:
         axes: those of tensor parallelism.
-        losses: gets what no tool says.
+        lost: gets what no tool says.
     """
     found: dict[str, str] = {}
     users: dict[str, set[str]] = {}
@@ -41,7 +41,7 @@ def shared_layers(document: Document, axes: Sequence[int], losses: list[Loss]) -
                     found[op.path] = f"{kind}/{strips}" if strips else kind
     tied = {path for name, paths in users.items() if len(paths) > 1 or not _is_own(name, paths) for path in paths}
     for path in sorted(tied & found.keys()):
-        losses.append(Loss(f"{path} by {found.pop(path)} -> whole", "its weight is another module's, too"))
+        lost.append(Lost(f"{path} by {found.pop(path)} -> whole", "its weight is another module's, too"))
     return _numbers_left_out(found)
 
 
