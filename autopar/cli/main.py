@@ -19,6 +19,7 @@ from planner.base.errors import AutoparError, InputError, PlanWarning
 from planner.base.stdout import keep_stdout
 
 if TYPE_CHECKING:
+    from autopar.cli.model_loading import Named
     from planner.plan.pareto import ParetoCurve
     from planner.plan.plan import Plan
 
@@ -146,13 +147,10 @@ def plan(
         where, pins = arguments.read_cluster(cluster), arguments.read_pins(pin or ())
         arguments.check_pins(pins, where)
         check_gap(GAP if gap is None else gap)
-        cast = None if dtype is None else arguments.read_dtype(dtype)
-        name, forms = arguments.read_model(model, cast), arguments.read_inputs(inputs or ())
+        loaded = _loaded(model, inputs, dtype, batch=batch, sequence=seq, default=(8, 512))
 
-        from autopar.cli import model_loading
         from autopar.driver.plan import plan
 
-        loaded = model_loading.load(name, batch, seq, forms, (8, 512), dtype=cast)
         warnings.simplefilter("ignore", PlanWarning)  # the report begins with the same
         found = plan(
             loaded.model,
@@ -239,14 +237,7 @@ def rebind(
 
         found = Plan.load(plan)
         where = None if cluster is None else arguments.read_cluster(cluster)
-        cast = None if dtype is None else arguments.read_dtype(dtype)
-        name, forms = arguments.read_model(model, cast), arguments.read_inputs(inputs or ())
-
-        from autopar.cli import model_loading
-
-        sizes = model_loading.planned_sizes(found)
-        planned = found if batch is None and seq is None else None
-        loaded = model_loading.load(name, batch, seq, forms, sizes, planned=planned, dtype=cast)
+        loaded = _loaded(model, inputs, dtype, batch=batch, sequence=seq, planned=found)
         warnings.simplefilter("ignore", PlanWarning)  # the report begins with the same
         rebound = found.rebind(loaded.model, where, example_kwargs=loaded.inputs, time_limit_s=time_limit, progress=say)
     typer.echo(str(rebound), nl=False)
@@ -280,16 +271,7 @@ def export_plan(
         format_of(to)
         found = Plan.load(plan)
         if model is not None:
-            from autopar.cli import arguments
-
-            cast = None if dtype is None else arguments.read_dtype(dtype)
-            name, forms = arguments.read_model(model, cast), arguments.read_inputs(inputs or ())
-
-            from autopar.cli import model_loading
-
-            sizes = model_loading.planned_sizes(found)
-            planned = found if batch is None and seq is None else None
-            loaded = model_loading.load(name, batch, seq, forms, sizes, planned=planned, dtype=cast)
+            loaded = _loaded(model, inputs, dtype, batch=batch, sequence=seq, planned=found)
             warnings.simplefilter("ignore", PlanWarning)
             say("pricing the plan")
             found = autopar.evaluate(loaded.model, found, example_kwargs=loaded.inputs)
@@ -341,14 +323,11 @@ def lint(
         from planner.interchange.formats import stated_sizes
 
         where = arguments.read_cluster(cluster)
-        cast = None if dtype is None else arguments.read_dtype(dtype)
-        name, forms = arguments.read_model(model, cast), arguments.read_inputs(inputs or ())
 
-        from autopar.cli import model_loading
         from autopar.driver.lint import lint, read_config
 
         sizes = stated_sizes(read_config(config), format, where.world_size, (8, 512))
-        loaded = model_loading.load(name, batch, seq, forms, sizes, dtype=cast)
+        loaded = _loaded(model, inputs, dtype, batch=batch, sequence=seq, default=sizes)
         found = lint(
             config,
             loaded.model,
@@ -390,14 +369,11 @@ def verify(
             arguments.check_cluster(what, cluster)
         pins = arguments.read_pins(pin or ())
         arguments.check_pins(pins, what.cluster if isinstance(what, Plan) else what)
-        cast = None if dtype is None else arguments.read_dtype(dtype)
-        name, forms = arguments.read_model(model, cast), arguments.read_inputs(inputs or ())
+        planned = what if isinstance(what, Plan) else None
+        loaded = _loaded(model, inputs, dtype, batch=batch, sequence=seq, default=(8, 32), planned=planned, real=True)
 
-        from autopar.cli import model_loading
         from autopar.verification.verify import verify as check
 
-        planned = what if isinstance(what, Plan) and batch is None and seq is None else None
-        loaded = model_loading.load(name, batch, seq, forms, (8, 32), real=True, planned=planned, dtype=cast)
         say("checking types, then values on every rank")
         result = check(loaded.model, what, example_kwargs=loaded.inputs, pin=pins, time_limit_s=time_limit)
     typer.echo(str(result))
@@ -505,6 +481,37 @@ class _status:
 
     def __exit__(self, *exc: Any) -> None:
         self._status.__exit__(*exc)
+
+
+def _loaded(
+    model: str,
+    inputs: list[str] | None,
+    dtype: str | None,
+    *,
+    batch: int | None,
+    sequence: int | None,
+    default: tuple[int, int] | None = None,
+    planned: Plan | None = None,
+    real: bool = False,
+) -> Named:
+    """A model and its inputs; torch is imported after what names them was read.
+
+    Args:
+        default: sizes that nobody gives; ``None``: those of the plan.
+        planned: a plan whose inputs are taken where no sizes are given.
+    """
+    from autopar.cli import arguments
+
+    cast = None if dtype is None else arguments.read_dtype(dtype)
+    name, forms = arguments.read_model(model, cast), arguments.read_inputs(inputs or ())
+
+    from autopar.cli import model_loading
+
+    if default is None:
+        assert planned is not None
+        default = model_loading.planned_sizes(planned)
+    like = planned if batch is None and sequence is None else None
+    return model_loading.load(name, batch, sequence, forms, default, real=real, planned=like, dtype=cast)
 
 
 def _check_writable(*paths: Path | None) -> None:
