@@ -249,15 +249,13 @@ def _best_first(
     is_split = any(config.micro_batched for config in configs)
     ordered, larger = seeds(configs, context.cost.cluster, decision_graph.graph) if is_split else ([], set())
     first = {config: number for number, config in enumerate(ordered)}
-    closed = list[Branch]()
-    for turn in itertools.count():
-        if not waiting:
-            break
+    closed, turns = list[Branch](), itertools.count()
+    while waiting:
         is_late = context.is_late()
         if best is not None and is_late:
             closed += [close(each, best) for branch in waiting for each in branch.every]
             break
-        chosen = _of_turn(waiting, turn, best)
+        chosen = _of_turn(waiting, next(turns), best)
         branch = min(chosen, key=lambda branch: _priority(branch, first, larger, best))
         waiting.remove(branch)
         branch = raised(context, branch)

@@ -61,7 +61,7 @@ def evaluate_micro_batched(
     if branch.pipeline is None:
         return _by_pipeline(context, decision_graph, branch, best)
     if branch.likely_s and branch.formulated is not None:
-        return [(_proved if branch.is_sought else _cut_well)(context, branch, best)]
+        return [(_proved if branch.is_sought else _cut_closely)(context, branch, best)]
     if branch.likely_s or branch.bounds is None:
         fewer = _fewer(context, branch)
         if fewer is not None:
@@ -161,7 +161,7 @@ def _estimated(context: SearchContext, branch: Branch, best: Incumbent | None) -
     and cut at once while there is none.
     """
     branch = _at_prices(context, branch, best, is_proof=False)
-    return branch if best is not None or branch.formulated is None else _cut_well(context, branch, best)
+    return branch if best is not None or branch.formulated is None else _cut_closely(context, branch, best)
 
 
 def is_likely(branch: Branch, best: Incumbent | None) -> bool:
@@ -170,7 +170,7 @@ def is_likely(branch: Branch, best: Incumbent | None) -> bool:
     return is_solved and (best is None or branch.expected_s < best.evaluation.time_s * (1 - LIKELY))
 
 
-def _cut_well(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+def _cut_closely(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
     """A pipeline cut, with more effort where it gives the best plan."""
     found = _cut(context, branch, best)
     known, before = better(best, found), time.monotonic()

@@ -312,10 +312,10 @@ def seeds(
                 abs(math.log(config.mesh.micro_batches / micro_batches)),
                 float(len(axes)),
             )
-            few = abs(math.log2(config.stages / max(1.0, needed / inner)) - 0.5)
-            if few > FAR:
+            far = abs(math.log2(config.stages / max(1.0, needed / inner)) - 0.5)
+            if far > FAR:
                 continue
-            key = _Seed(part, is_larger, few, config.stages, config.micro_batched)
+            key = _Seed(part, is_larger, far, config.stages, config.micro_batched)
             if key not in found or off < found[key][0]:
                 found[key] = off, config
     usual = {config for key, (_, config) in found.items() if not key.is_larger}
@@ -324,11 +324,11 @@ def seeds(
 
 
 class _Seed(NamedTuple):
-    """What tells the shapes to evaluate first apart, in their order: ``few`` says how far from enough stages are."""
+    """What tells the shapes to evaluate first apart, in their order: ``far`` are doublings from enough stages."""
 
     part: int
     is_larger: bool
-    few: float
+    far: float
     stages: int
     micro_batched: bool
 

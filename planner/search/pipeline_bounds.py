@@ -73,7 +73,7 @@ class PipelineBounds:
         self._behind, self._is_multiple = 1.0, False
         self._free_with: list[Floats] = []
         self._tree: Tree | None = None
-        self._used: list[tuple[int, ...]] = []
+        self._used: list[tuple[int, ...]] = []  # in the pipeline solved last, by which most blocks of the next run, too
         self.free_s, self._free = self._find_free()
 
     @property
