@@ -56,7 +56,7 @@ class Body:
         """The modules whose forwards made the nodes, each once."""
         return tuple(dict.fromkeys(map(module_path, self.nodes)))
 
-    def rewritten(self, rewrite: Callable[[fx.Node, Mapping[fx.Node, fx.Node]], None]) -> Rewritten:
+    def rewritten(self, rewrite: Callable[[fx.Node, Mapping[fx.Node, fx.Node]], None]) -> RewrittenBody:
         """A copy, some nodes of which read or do something else.
 
         Args:
@@ -71,10 +71,10 @@ class Body:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             rewrite(node, copies)
         body = Body(tuple(copies[node] for node in self.nodes))
-        return Rewritten(body, tuple(sources[operand] for operand in body.operands))
+        return RewrittenBody(body, tuple(sources[operand] for operand in body.operands))
 
 
-class Rewritten(NamedTuple):
+class RewrittenBody(NamedTuple):
     """A body that stands for another one, and the operands of that which it reads."""
 
     body: Body
@@ -107,7 +107,7 @@ class Call:
         """What every node that the body reads or makes is called here."""
         return dict(zip((*self.body.operands, *self.body.nodes), (*self.operands, *self.names), strict=True))
 
-    def running(self, rewritten: Rewritten) -> Call:
+    def running(self, rewritten: RewrittenBody) -> Call:
         """The same call with the body that stands for its own."""
         values = self.values
         return replace(self, body=rewritten.body, operands=tuple([values[each] for each in rewritten.sources]))

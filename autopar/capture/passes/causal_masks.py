@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.constant_propagation import Constants, Limits, Unknown, argument, evaluate
-from autopar.graph.program import Body, Program, Rewritten
+from autopar.graph.program import Body, Program, RewrittenBody
 from autopar.operators.attention import attention
 from planner.ops.attention import Sight
 
@@ -50,7 +50,7 @@ def causal_masks(program: Program, limits: Limits | None = None) -> Program:
         for node, mask in masked[call.body].items()
     }
     says = _answers(program, list(dict.fromkeys(asked.values())), limits)
-    changed: dict[object, Rewritten] = {}
+    changed: dict[object, RewrittenBody] = {}
     calls = []
     for call in program.calls:
         told = {node: found for node in masked[call.body] if (found := says[asked[call, node]]) is not None}
@@ -176,7 +176,7 @@ def _mask(node: fx.Node) -> fx.Node | None:
     return mask
 
 
-def _without_masks(body: Body, told: Mapping[fx.Node, Sight]) -> Rewritten:
+def _without_masks(body: Body, told: Mapping[fx.Node, Sight]) -> RewrittenBody:
     """The body in which attention is not ``told`` so by a mask."""
 
     def drop(node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> None:

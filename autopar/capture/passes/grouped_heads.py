@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autopar.capture.constant_propagation import argument
-from autopar.graph.program import Body, Program, Rewritten
+from autopar.graph.program import Body, Program, RewrittenBody
 from autopar.operators.attention import attention
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def grouped_heads(program: Program) -> Program:
     return replace(program, calls=tuple(calls))
 
 
-def _grouped(body: Body) -> Rewritten | None:
+def _grouped(body: Body) -> RewrittenBody | None:
     """The body in which attention shares heads; ``None``: it has none that could."""
     whole = {node: found for node in body.nodes if (found := _before_repeating(node)) is not None}
 
