@@ -16,7 +16,7 @@ from planner.plan.plan import Plan
 from tests.autopar.exported import GRADIENTS, batch, decoder, run_fsdp2, run_hf
 
 pytestmark = pytest.mark.processes
-EXCHANGE = Path(__file__).parents[2] / "planner" / "golden" / "exchange"
+EXPORTED = Path(__file__).parents[2] / "planner" / "golden" / "export"
 PINS: dict[str, dict[str, Any]] = {
     "copies and shards, recomputing": {"replicate": 2, "data": 2, "zero": 3, "recompute": "full", "micro_batches": 2},
     "tensor, recomputing": {"data": 2, "tensor": 2, "zero": 1, "recompute": "selective", "micro_batches": 2},
@@ -54,7 +54,7 @@ def test_transformers_makes_of_its_configuration_a_model_with_the_original_s_los
 @pytest.mark.parametrize("name", ["dense", "pipelined", "sequence", "sparse"])
 def test_accelerate_reads_what_is_written_for_it(tmp_path: Path, name: str) -> None:
     launch = pytest.importorskip("accelerate.commands.launch")
-    exported = Plan.load(EXCHANGE / f"{name}.json").export("accelerate")
+    exported = Plan.load(EXPORTED / f"{name}.json").export("accelerate")
     exported.save(tmp_path / "config.yaml")
     words = ["--config_file", str(tmp_path / "config.yaml"), "train.py"]
     args, _, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
