@@ -644,10 +644,12 @@ def placements() -> None:
 def cached() -> None:
     """Cached tables in a file: Criteo's whole, of which trained rows take space, and a part that is on disk."""
     facts = record.circumstances()
-    found = []
-    for part in cached_table.PARTS:
-        with tempfile.TemporaryDirectory() as folder:
-            found += cached_table.runs(Path(folder) / "table", part)
+    with tempfile.TemporaryDirectory() as folder:
+        found = [run for part in cached_table.PARTS for run in cached_table.runs(Path(folder), part)]
+        _record_cached(found, facts)
+
+
+def _record_cached(found: Sequence[cached_table.CachedRun], facts: dict[str, Any]) -> None:
     rows = [
         {
             "table GB": f"{r.table_bytes / 1e9:.1f}",
@@ -655,7 +657,6 @@ def cached() -> None:
             "disk GB": f"{r.disk_bytes / 1e9:.1f}",
             "rows cached": f"{r.cache_share:.1%}",
             "cache GB": f"{r.cache_bytes / 1e9:.2f}",
-            "batches": f"{r.part.batches}",
             "prefetch": "yes" if r.prefetches else "no",
             "hit rate": f"{r.hit_rate:.2%}",
             "predicted": f"{r.predicted_hit_rate:.2%}",
@@ -670,12 +671,12 @@ def cached() -> None:
     ]
     notes = (
         "`CachedEmbeddingBag` with row-wise Adagrad and its home in a file: Criteo's terabyte with "
-        f"{cached_table.FEATURES} features, and an eighth of its rows; Zipf batches (exponent {cached_table.EXPONENT}) "
-        f"of {cached_table.SAMPLES:,} samples with {cached_table.LOOKUPS} look-ups each, a dense tower behind it, all "
-        "on CPUs. *On disk*: of the whole table the rows that were trained, since others are drawn when they are first "
-        "fetched; of the eighth every row, written before, and forgotten by the system. The hit rate is of the "
-        "distinct rows of a batch. Rows are read or drawn, and written back, on a thread behind: mean milliseconds a "
-        "batch. Look-ups and steps are medians."
+        f"{cached_table.FEATURES} features, and an eighth of its rows; {cached_table.BATCHES} Zipf batches (exponent "
+        f"{cached_table.EXPONENT}) of {cached_table.SAMPLES:,} samples with {cached_table.LOOKUPS} look-ups each, a "
+        "dense tower behind it, all on CPUs. *On disk*: of the whole table the rows that were trained, since others "
+        "are drawn when they are first fetched; of the eighth every row, written before, and forgotten by the system. "
+        "The hit rate is of the distinct rows of a batch. Rows are read or drawn, and written back, on a thread "
+        "behind: mean milliseconds a batch. Look-ups and steps are medians."
     )
     raw = [*map(asdict, found)]
     print(record.write("cached_table", "A table that is cached", notes, rows, raw, facts), flush=True)

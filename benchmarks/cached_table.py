@@ -25,7 +25,7 @@ from planner.tables.embedding_table import EmbeddingTable
 
 CRITEO_ROWS, FEATURES, LOOKUPS, SAMPLES = 177_944_275, 128, 26, 2048
 """Rows of Criteo's tables together, as many features as MLPerf's, and look-ups of each sample."""
-CACHED, EXPONENT = 0.015, 1.1
+CACHED, EXPONENT, BATCHES = 0.015, 1.1, 60
 STATE = 1 / FEATURES
 """Row-wise Adagrad keeps one number for each row."""
 
@@ -37,15 +37,13 @@ class Part:
     Attributes:
         of: 1 for the whole table, 8 for an eighth of its rows.
         is_full: whether all rows are written to disk before.
-        batches: that are trained with.
     """
 
     of: int
     is_full: bool
-    batches: int
 
 
-PARTS = Part(1, False, 100), Part(8, True, 60)
+PARTS = Part(1, False), Part(8, True)
 
 
 @dataclass(frozen=True)
@@ -107,12 +105,15 @@ def zipf(rows: int) -> NDArray[np.float64]:
     return found
 
 
-def runs(path: Path, part: Part) -> list[CachedRun]:
-    """Without and with prefetching, of the same batches; ``path`` is of a file that is made, and removed."""
+def runs(folder: Path, part: Part) -> list[CachedRun]:
+    """Without and with prefetching, of the same batches, each with a new file in a folder.
+
+    They are left there: to remove one that is sparse takes long where the system tells its disk of each hole.
+    """
     rows = CRITEO_ROWS // part.of
     rng = np.random.default_rng(0)
     place, frequencies = rng.permutation(rows), zipf(rows)
-    shape = part.batches, SAMPLES, LOOKUPS
+    shape = BATCHES, SAMPLES, LOOKUPS
     batches = list(
         torch.from_numpy(place[np.searchsorted(np.cumsum(frequencies), rng.random(shape)).clip(0, rows - 1)])
     )
@@ -122,18 +123,15 @@ def runs(path: Path, part: Part) -> list[CachedRun]:
     table, capacity = EmbeddingTable("criteo", rows, FEATURES, LOOKUPS, histogram=histogram), int(CACHED * rows)
     predicted = predict_cache(table, capacity, SAMPLES, STATE).hit_rate
     found = []
-    try:
-        for prefetches in (False, True):
-            torch.manual_seed(0)
-            bags = CachedEmbeddingBag(table, capacity, optimizer="rowwise_adagrad", lr=0.05, path=path)
-            if part.is_full:
-                _ = bags.weight
-            _forget(path)
-            found.append(_run(bags, batches, prefetches, part, predicted, path))
-            del bags
-            path.unlink()
-    finally:
-        path.unlink(missing_ok=True)
+    for prefetches in (False, True):
+        path = folder / f"{part.of} {prefetches}"
+        torch.manual_seed(0)
+        bags = CachedEmbeddingBag(table, capacity, optimizer="rowwise_adagrad", lr=0.05, path=path)
+        if part.is_full:
+            _ = bags.weight
+        _forget(path)
+        found.append(_run(bags, batches, prefetches, part, predicted, path))
+        del bags
     return found
 
 
