@@ -645,8 +645,10 @@ def cached() -> None:
     """Cached tables in a file: Criteo's whole, of which trained rows take space, and a part that is on disk."""
     facts = record.circumstances()
     with tempfile.TemporaryDirectory() as folder:
-        found = [run for part in cached_table.PARTS for run in cached_table.runs(Path(folder), part)]
-        _record_cached(found, facts)
+        found: list[cached_table.CachedRun] = []
+        for part in cached_table.PARTS:
+            found += cached_table.runs(Path(folder), part)
+            _record_cached(found, facts)
 
 
 def _record_cached(found: Sequence[cached_table.CachedRun], facts: dict[str, Any]) -> None:
