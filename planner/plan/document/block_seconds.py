@@ -84,6 +84,8 @@ def _of_leaves(account: Account, parameters: frozenset[str]) -> _Parts:
 def _instances(occurrence: BlockOccurrence, detail: BlockDetail, parameters: frozenset[str]) -> list[_Parts]:
     """What the instances of a block take, with weights for what is done again."""
     count = len(occurrence.at)
+    if not count:
+        return []
     ops = detail.ops.values()
     moves = [move for op in ops for move in (*op.before, *op.after)]
 

@@ -175,6 +175,7 @@ def _alive(memory: Sequence[RankMemory], shown: int) -> str:
     data = json.dumps(_encoded(memory, shown), separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'{choice}<div class="alive" aria-live="polite"><p class="when">{_when(each, stretch)}</p>'
+        f'<p class="key at">{_fullest(stretch)}</p>'
         f'<div class="uses">{_uses(memory, stretch.peak)}</div>{_largest(stretch.peak)}</div>'
         f'<script type="application/json" class="data">{data}</script>'
     )
@@ -191,6 +192,10 @@ def _when(memory: RankMemory, stretch: Stretch) -> str:
         f"<b>{in_bytes(stretch.peak.bytes)}</b> at {in_seconds(stretch.start_s)} on {escape(memory.title)}: "
         f"{escape(stretch.what)}"
     )
+
+
+def _fullest(stretch: Stretch) -> str:
+    return f"fullest in {escape(stretch.peak.at)}"
 
 
 def _uses(memory: Sequence[RankMemory], peak: PeakReport) -> str:
@@ -225,7 +230,7 @@ def _encoded(memory: Sequence[RankMemory], shown: int) -> dict[str, Any]:
         for stretch in each.stretches:
             largest = [[words.of(name), size] for name, size in stretch.peak.largest[:NAMED] if size]
             state = states.of([[*stretch.peak.by_use().values()], largest])
-            at.append([float(f"{stretch.start_s:.6g}"), words.of(stretch.what), state])
+            at.append([float(f"{stretch.start_s:.6g}"), words.of(stretch.what), words.of(stretch.peak.at), state])
         ranks.append({"title": each.title, "fullest": each.stretches.index(each.fullest), "at": at})
     end_s = memory[0].stretches[-1].end_s
     return {"end": end_s, "shown": shown, "ranks": ranks, "words": words.values, "states": states.values}

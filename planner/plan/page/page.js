@@ -25,13 +25,14 @@ function cursor(card, data) {
     return low;
   }
   function show() {
-    const [start, what, state] = shown()[number()], [uses, largest] = data.states[state];
+    const [start, what, fullest, state] = shown()[number()], [uses, largest] = data.states[state];
     const total = uses.reduce((sum, size) => sum + size, 0);
     line.style.left = Number(control.value) / 10 + "%";
     const when = alive.querySelector(".when");
     const bold = document.createElement("b");
     bold.textContent = inBytes(total);
     when.replaceChildren(bold, ` at ${inSeconds(start)} on ${data.ranks[rank].title}: ${data.words[what]}`);
+    alive.querySelector(".at").textContent = "fullest in " + data.words[fullest];
     control.setAttribute("aria-valuetext", when.textContent);
     for (const part of labels) {
       const size = uses[part.dataset.use];
@@ -78,6 +79,7 @@ function slider(curve) {
   const follow = () => {
     const number = points.findIndex(point => point.checked);
     control.value = number;
+    alive.querySelector(".at").textContent = "fullest in " + data.words[fullest];
     control.setAttribute("aria-valuetext", points[number].getAttribute("aria-label"));
   };
   control.closest("[hidden]").hidden = false;
