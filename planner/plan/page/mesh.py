@@ -28,7 +28,7 @@ def mesh_card(document: Document) -> str:
     links = "".join(f"<li>{escape(line)}</li>" for line in _links(document.cluster))
     mesh, node = document.mesh.micro_batched(1), document.cluster.spans[0]
     stages_of = 1 if document.pipeline is None else document.pipeline.ranks
-    told = f'<p class="soft">each of {stages_of} pipeline ranks:</p>' if stages_of > 1 else ""
+    told = f'<p class="soft">Each of {stages_of} pipeline ranks is a mesh:</p>' if stages_of > 1 else ""
     nodes = -(-mesh.size // node)
     shades = '<p class="soft">one shade a node</p>' if nodes > 1 and mesh.size <= MOST_RANKS else ""
     return (
@@ -56,11 +56,10 @@ def _axes(document: Document) -> str:
 
 
 def _level(cluster: ClusterSpec, span: int) -> str:
-    """What of the network an axis stays within whose ranks lie in a group of so many."""
-    for level, size in zip(cluster.levels, cluster.spans, strict=True):
-        if span <= size:
-            return f"within a {level.name}"
-    return ""
+    """Which links an axis crosses whose ranks lie in a group of so many."""
+    names = [level.name for level in cluster.levels]
+    at = next((at for at, size in enumerate(cluster.spans) if span <= size), 0)
+    return f"across {names[at - 1]}s" if at else f"within a {names[0]}"
 
 
 def _links(cluster: ClusterSpec) -> list[str]:

@@ -86,8 +86,8 @@ class MeshColours:
         )
         return (
             f'<p class="key">Each picture is the mesh, {where}, an axis in {STEPS} steps at most: devices of one '
-            "shade hold the same part of a tensor, hatched ones a term of a sum. Bars are parts of the step's "
-            "computing; bytes are of one, where there are several.</p>"
+            "shade hold the same part of a tensor, hatched ones a term of a sum. Bytes are of one, where there are "
+            "several.</p>"
         )
 
 

@@ -17,6 +17,10 @@ from planner.plan.document.document import Document
 from planner.plan.page.mesh_colours import MeshColours
 from planner.plan.page.parts import axis_chip, card, layout_chips
 
+TITLES = (
+    '<div class="leaf titles"><span class="name">module</span><span class="on">sharded over, stored as</span>'
+    '<span class="n">parameters</span><span class="mini">of computing</span></div>'
+)
 SHOWN = 24
 """The tree is unfolded, level by level, as long as so many rows are seen."""
 
@@ -82,7 +86,7 @@ def tree_card(document: Document) -> str:
     rows += _leaves(root, colours)
     if not rows:
         return ""
-    body = f'{colours.key()}<div class="tree">{rows}</div><style>{colours.style()}</style>'
+    body = f'{colours.key()}<div class="tree">{TITLES}{rows}</div><style>{colours.style()}</style>'
     return card("Model", body, "model")
 
 

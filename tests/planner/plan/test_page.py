@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from planner.base.formatting import in_bytes, in_seconds
-from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import Mesh
 from planner.plan.document.document import BlockPlan
 from planner.plan.page.mesh import ranks as drawn_ranks
@@ -98,27 +97,6 @@ def test_every_rank_is_drawn_once_and_the_mesh_stays_small(mesh: Mesh, ranks: in
         assert width <= 620 and height <= 800
     else:
         assert f"{mesh.size:,} devices in nodes of 8" in drawing
-
-
-@pytest.mark.parametrize("devices", [4, 64, 16384])
-def test_time_and_memory_stand_beside_the_mesh_at_any_width(devices: int) -> None:
-    """They come before it in a row that runs from the right and wraps: beside it where there is room for both, above it
-    where there is not; and nothing in the row is wider than the row.
-    """
-    nodes = ClusterSpec.preset("dgx-h100", devices=devices)
-    plan = plan_of(residual_mlp(layers=1, width=64, batch=2 * devices), nodes, {"data": devices})
-    html = plan.to_html()
-    head, top, rest = re.split(r'<div class="top">|<h2>Step over time', html)
-    assert plan.sentence.replace("<", "&lt;") in head
-    step, memory, mesh = (
-        top.index(each) for each in (in_seconds(plan.predicted.step_time_s), "predicted peak", "<h2>Mesh")
-    )
-    assert step < memory < mesh and rest
-    style = re.sub(r"\s+", " ", html)
-    assert re.search(r"\.autopar \.top \{ display: flex; flex-flow: row-reverse wrap; align-items: flex-start;", style)
-    assert re.search(r"\.autopar \.bars \{ flex: 3 1 400px; [^}]*min-width: 0; \}", style)
-    assert re.search(r"\.autopar \.mesh \{ flex: 1 1 300px; min-width: 0; \}", style)
-    assert ".autopar .mesh svg { max-width: 100%; height: auto; }" in style
 
 
 def test_the_page_is_saved_whole(tmp_path: Path) -> None:
