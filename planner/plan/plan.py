@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from planner.plan.pareto import ParetoCurve
     from planner.plan.report.explain import Explanation
     from planner.plan.report.why_not import WhyNot
-    from planner.plan.timeline.memory import RankMemory
+    from planner.plan.timeline.rank_memory import RankMemory
     from planner.search.branch_and_bound import Searched
     from planner.search.search_context import Progress
     from planner.sizes.closed_form import Formulas
@@ -242,13 +242,13 @@ class Plan(Document):
         a pipeline on those that hold most and least, the first and the last.
 
         Raises:
-            PlanError: the plan was read from a file, without its model; or it offloads.
+            PlanError: the plan was read from a file, without its model, and no model data moves; or has no timeline.
+            ScheduleError: as :meth:`timeline`.
         """
         from planner.plan.timeline.memory import memory_over_step
 
-        self._check_on_device("read plan.transfer_schedules, which say moment by moment what is on the device")
-        if self.assignment is None:
-            raise PlanError(WITHOUT_GRAPH)
+        if self.transfer_schedules or self.assignment is None:
+            return super().memory_over_step
         return memory_over_step(self.assignment, restage(self, self.assignment), self.timeline())
 
     def export(self, to: str, *, time_limit_s: float = 10.0) -> Export:

@@ -30,7 +30,8 @@ from planner.plan.document.block_seconds import BlockOccurrence, block_seconds
 from planner.plan.document.detail import Account
 from planner.plan.document.rebinding import Change, Rebinding
 from planner.plan.timeline import StepTimeline, predicted, whole_step
-from planner.plan.timeline.memory import RankMemory
+from planner.plan.timeline.rank_memory import RankMemory
+from planner.plan.timeline.transfer_memory import memory_of_transfers
 from planner.search.parallel_config import ParallelConfig
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import simulate
@@ -296,12 +297,15 @@ class Document:
 
     @property
     def memory_over_step(self) -> tuple[RankMemory, ...]:
-        """What ranks hold through a step, see :attr:`planner.plan.plan.Plan.memory_over_step`.
+        """What ranks hold through a step: a document knows where model data moves.
 
         Raises:
-            PlanError: a document does not carry its model's graph.
+            PlanError: all model data stays on the device, so that the model's graph alone says it.
         """
-        raise PlanError(WITHOUT_GRAPH)
+        if not self.transfer_schedules:
+            raise PlanError(WITHOUT_GRAPH)
+        bounds = () if self.pipeline is None else self.pipeline.bounds
+        return memory_of_transfers(self.transfer_schedules, self.timeline(), bounds)
 
     @cached_property
     def account(self) -> Account:

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from planner.analysis.memory.storages import USES, PeakReport
+from planner.analysis.memory.storages import PeakReport
 from planner.base.errors import PlanError, ScheduleError
 from planner.base.formatting import MEMORY_USES, in_bytes, in_percent, in_seconds
 from planner.plan.document.document import Document
 from planner.plan.page.parts import card, table
 from planner.plan.timeline import StepTimeline
-from planner.plan.timeline.memory import RankMemory, Stretch
+from planner.plan.timeline.rank_memory import RankMemory, Stretch
 from planner.plan.timeline.shapes import COLOURS, RowFrame, colours, rows, short, ticks
 from planner.plan.timeline.shapes import legend as kinds_of
 
@@ -44,7 +44,8 @@ def over_time_card(document: Document) -> str:
             document, f'{_at_peak(document)}<p class="key">memory over the step: {escape(str(error))}</p>'
         )
     shown = max(range(len(memory)), key=lambda at: memory[at].fullest.peak.bytes)
-    return timeline_card(document, _alive(memory, shown), _memories(document, memory, shown) + CURSOR)
+    uses = [*document.predicted.memory_bytes]
+    return timeline_card(document, _alive(memory, shown, uses), _memories(document, memory, shown) + CURSOR)
 
 
 def timeline_card(document: Document, below: str | None = None, within: str = "") -> str:
@@ -123,7 +124,7 @@ def _ticks(timeline: StepTimeline) -> str:
 def _memories(document: Document, memory: Sequence[RankMemory], shown: int) -> str:
     """A drawing for each rank, one of which is shown; all on one scale."""
     most = max(stretch.peak.bytes for each in memory for stretch in each.stretches)
-    usable = document.cluster.device.usable_bytes
+    usable, uses = document.cluster.device.usable_bytes, [*document.predicted.memory_bytes]
     top = 1.06 * (max(most, usable) if most > usable / 3 else most)
     limit = f'<path class="limit" d="M0 {short(HIGH * (1 - usable / top))}H{WIDE:.0f}"/>' if usable < top else ""
     marks = {most: f"{in_bytes(most)}"} | ({usable: f"{in_bytes(usable)}"} if usable < top else {})
@@ -136,18 +137,18 @@ def _memories(document: Document, memory: Sequence[RankMemory], shown: int) -> s
     return "".join(
         f'<div class="track memory" data-rank="{at}"{" hidden" * (at != shown)}>{labels}'
         f'<svg viewBox="0 0 {WIDE:.0f} {HIGH:.0f}" preserveAspectRatio="none" role="img" '
-        f'aria-label="memory of {escape(each.title)}">{"".join(_areas(each, top))}{limit}</svg></div>'
+        f'aria-label="memory of {escape(each.title)}">{"".join(_areas(each, uses, top))}{limit}</svg></div>'
         for at, each in enumerate(memory)
     )
 
 
-def _areas(memory: RankMemory, top: float) -> Iterator[str]:
+def _areas(memory: RankMemory, uses: Sequence[str], top: float) -> Iterator[str]:
     """Areas on each other, one for each use; the last is drawn first."""
     end_s = memory.stretches[-1].end_s
     sums = [0.0] * len(memory.stretches)
     found = []
-    for number, use in enumerate(USES):
-        sizes = [stretch.peak.by_use()[use] for stretch in memory.stretches]
+    for number, use in enumerate(uses):
+        sizes = [stretch.peak.by_use().get(use, 0) for stretch in memory.stretches]
         if not any(sizes):
             continue
         sums = [before + size for before, size in zip(sums, sizes, strict=True)]
@@ -163,7 +164,7 @@ def _areas(memory: RankMemory, top: float) -> Iterator[str]:
 # ---- what is alive at the cursor -------------------------------------------------------------------------------------
 
 
-def _alive(memory: Sequence[RankMemory], shown: int) -> str:
+def _alive(memory: Sequence[RankMemory], shown: int, uses: Sequence[str]) -> str:
     """The stretch under the cursor, to begin with the fullest one; and all others, for the script."""
     options = "".join(
         f'<option value="{at}"{" selected" * (at == shown)}>{escape(each.title)}</option>'
@@ -172,11 +173,11 @@ def _alive(memory: Sequence[RankMemory], shown: int) -> str:
     choice = f'<label class="choose" hidden>memory of <select>{options}</select></label>' if len(memory) > 1 else ""
     each = memory[shown]
     stretch = each.fullest
-    data = json.dumps(_encoded(memory, shown), separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(_encoded(memory, shown, uses), separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'{choice}<div class="alive" aria-live="polite"><p class="when">{_when(each, stretch)}</p>'
         f'<p class="key at">{_fullest(stretch)}</p>'
-        f'<div class="uses">{_uses(memory, stretch.peak)}</div>{_largest(stretch.peak)}</div>'
+        f'<div class="uses">{_uses(memory, stretch.peak, uses)}</div>{_largest(stretch.peak)}</div>'
         f'<script type="application/json" class="data">{data}</script>'
     )
 
@@ -198,22 +199,23 @@ def _fullest(stretch: Stretch) -> str:
     return f"fullest in {escape(stretch.peak.at)}"
 
 
-def _uses(memory: Sequence[RankMemory], peak: PeakReport) -> str:
+def _uses(memory: Sequence[RankMemory], peak: PeakReport, names: Sequence[str]) -> str:
     """A bar and its legend, in which what occurs at other moments alone is hidden."""
     occur = {
         use for each in memory for stretch in each.stretches for use, size in stretch.peak.by_use().items() if size
     }
-    uses = [(at, use, peak.by_use()[use]) for at, use in enumerate(USES) if use in occur]
+    uses = [(at, use, peak.by_use().get(use, 0)) for at, use in enumerate(names) if use in occur]
     bars = (
         f'<i class="u{at}" data-use="{at}" style="width:{100 * size / peak.bytes:.2f}%"{" hidden" * (not size)}></i>'
         for at, use, size in uses
     )
-    names = (
-        f'<span data-use="{at}" title="{escape(MEMORY_USES[use])}"{" hidden" * (not size)}><i class="u{at}"></i>{use} '
-        f'<b>{in_bytes(size)}</b> <span class="share">{in_percent(size / peak.bytes)}</span></span>'
+    told = (
+        f'<span data-use="{at}" title="{escape(MEMORY_USES.get(use, ""))}"{" hidden" * (not size)}>'
+        f'<i class="u{at}"></i>{escape(use)} <b>{in_bytes(size)}</b> '
+        f'<span class="share">{in_percent(size / peak.bytes)}</span></span>'
         for at, use, size in uses
     )
-    return f'<div class="bar">{"".join(bars)}</div><div class="legend">{"".join(names)}</div>'
+    return f'<div class="bar">{"".join(bars)}</div><div class="legend">{"".join(told)}</div>'
 
 
 def _largest(peak: PeakReport) -> str:
@@ -221,7 +223,7 @@ def _largest(peak: PeakReport) -> str:
     return table(("alive then, largest first", ("bytes", "n")), named)
 
 
-def _encoded(memory: Sequence[RankMemory], shown: int) -> dict[str, Any]:
+def _encoded(memory: Sequence[RankMemory], shown: int, uses: Sequence[str]) -> dict[str, Any]:
     """All stretches: texts, and what is alive, once each, and per rank the stretches as numbers of these."""
     words, states = _Numbered(), _Numbered()
     ranks = []
@@ -229,7 +231,8 @@ def _encoded(memory: Sequence[RankMemory], shown: int) -> dict[str, Any]:
         at = []
         for stretch in each.stretches:
             largest = [[words.of(name), size] for name, size in stretch.peak.largest[:NAMED] if size]
-            state = states.of([[*stretch.peak.by_use().values()], largest])
+            sizes = stretch.peak.by_use()
+            state = states.of([[sizes.get(use, 0) for use in uses], largest])
             at.append([float(f"{stretch.start_s:.6g}"), words.of(stretch.what), words.of(stretch.peak.at), state])
         ranks.append({"title": each.title, "fullest": each.stretches.index(each.fullest), "at": at})
     end_s = memory[0].stretches[-1].end_s
