@@ -6,24 +6,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from planner.analysis.memory.steady_state import Wiring
 from planner.analysis.memory.step import follow
-from planner.analysis.memory.storages import Direction, Held, PeakReport, Place, Storage, StorageTracker
+from planner.analysis.memory.storages import Direction, PeakReport, Place, Storage, StorageTracker
 from planner.analysis.memory.walk import Walk
 from planner.formulation.assignment import Assignment
 
 
 class BlockPeak(NamedTuple):
-    """The fullest moment of a block in one direction; ``number``: its own, or
-    :data:`planner.analysis.memory.storages.BEFORE`.
+    """The fullest moment of a block in one direction.
+
+    Attributes:
+        number: of the block, or :data:`planner.analysis.memory.storages.BEFORE`.
+        bytes: alive then; ``report`` says of what.
     """
 
     direction: Direction
     number: int
-    peak: PeakReport
+    bytes: int
+    report: Callable[[], PeakReport]
 
 
 def block_peaks(assignment: Assignment) -> list[BlockPeak]:
@@ -64,24 +69,27 @@ class _PlaceTracker(StorageTracker):
 
     def peaks(self) -> list[BlockPeak]:
         """Every place's fullest moment, in the order in which they were entered."""
-        alive = self._alive_after(each.changes for each in self._fullest.values())
-        return [
-            BlockPeak(*place, PeakReport(each.bytes, each.what, held))
-            for (place, each), held in zip(self._fullest.items(), alive, strict=True)
-        ]
+        replay = _Replay(self._changes)
+        return [BlockPeak(*place, each.bytes, partial(replay.report, each)) for place, each in self._fullest.items()]
 
-    def _alive_after(self, counts: Iterable[int]) -> list[tuple[Held, ...]]:
-        """What is alive after so many changes each, largest first."""
-        wanted = [*counts]
-        found: dict[int, tuple[Held, ...]] = {}
-        alive: dict[Storage, None] = {}
-        before = 0
-        for count in sorted({*wanted}):
-            for storage in self._changes[before:count]:
-                if storage in alive:
-                    del alive[storage]
-                else:
-                    alive[storage] = None
-            ordered = sorted(alive, key=lambda each: -each.bytes)
-            found[count], before = tuple(storage.held for storage in ordered), count
-        return [found[count] for count in wanted]
+
+class _Replay:
+    """What was alive at moments of a step that is over; cheap for those that are asked for in the order of time."""
+
+    def __init__(self, changes: Sequence[Storage]) -> None:
+        self._changes = changes
+        self._done = 0
+        self._alive: dict[Storage, None] = {}
+
+    def report(self, moment: _Fullest) -> PeakReport:
+        """All that was alive, largest first."""
+        if moment.changes < self._done:
+            self._done, self._alive = 0, {}
+        for storage in self._changes[self._done : moment.changes]:
+            if storage in self._alive:
+                del self._alive[storage]
+            else:
+                self._alive[storage] = None
+        self._done = moment.changes
+        ordered = sorted(self._alive, key=lambda each: -each.bytes)
+        return PeakReport(moment.bytes, moment.what, tuple(storage.held for storage in ordered))

@@ -125,14 +125,12 @@ def _memories(document: Document, memory: Sequence[RankMemory], shown: int) -> s
     """A drawing for each rank, one of which is shown; all on one scale."""
     most = max(stretch.peak.bytes for each in memory for stretch in each.stretches)
     usable, uses = document.cluster.device.usable_bytes, [*document.predicted.memory_bytes]
-    top = 1.06 * (max(most, usable) if most > usable / 3 else most)
+    top = 1.06 * (max(most, usable) if most > usable / 3 else most) or 1.0
     limit = f'<path class="limit" d="M0 {short(HIGH * (1 - usable / top))}H{WIDE:.0f}"/>' if usable < top else ""
-    marks = {most: f"{in_bytes(most)}"} | ({usable: f"{in_bytes(usable)}"} if usable < top else {})
-    if abs(usable - most) < 0.12 * top and usable in marks and most in marks:
-        marks.pop(most, None)
+    marks = [size for size in (0, usable) if size < top]
+    marks += [most] * all(abs(most - mark) > 0.12 * top for mark in marks)
     labels = "".join(
-        f'<span class="row" style="top:{short(100 - 100 * size / top)}%">{text}</span>'
-        for size, text in {0: "0", **marks}.items()
+        f'<span class="row" style="top:{short(100 - 100 * size / top)}%">{in_bytes(size)}</span>' for size in marks
     )
     return "".join(
         f'<div class="track memory" data-rank="{at}"{" hidden" * (at != shown)}>{labels}'
@@ -144,11 +142,12 @@ def _memories(document: Document, memory: Sequence[RankMemory], shown: int) -> s
 
 def _areas(memory: RankMemory, uses: Sequence[str], top: float) -> Iterator[str]:
     """Areas on each other, one for each use; the last is drawn first."""
-    end_s = memory.stretches[-1].end_s
+    end_s = memory.stretches[-1].end_s or 1.0
     sums = [0.0] * len(memory.stretches)
     found = []
+    by_use = [stretch.peak.by_use() for stretch in memory.stretches]
     for number, use in enumerate(uses):
-        sizes = [stretch.peak.by_use().get(use, 0) for stretch in memory.stretches]
+        sizes = [each.get(use, 0) for each in by_use]
         if not any(sizes):
             continue
         sums = [before + size for before, size in zip(sums, sizes, strict=True)]
@@ -204,23 +203,29 @@ def _uses(memory: Sequence[RankMemory], peak: PeakReport, names: Sequence[str]) 
     occur = {
         use for each in memory for stretch in each.stretches for use, size in stretch.peak.by_use().items() if size
     }
-    uses = [(at, use, peak.by_use().get(use, 0)) for at, use in enumerate(names) if use in occur]
+    sizes, total = peak.by_use(), peak.bytes or 1
+    uses = [(at, use, sizes.get(use, 0)) for at, use in enumerate(names) if use in occur]
     bars = (
-        f'<i class="u{at}" data-use="{at}" style="width:{100 * size / peak.bytes:.2f}%"{" hidden" * (not size)}></i>'
+        f'<i class="u{at}" data-use="{at}" style="width:{100 * size / total:.2f}%"{" hidden" * (not size)}></i>'
         for at, use, size in uses
     )
     told = (
         f'<span data-use="{at}" title="{escape(MEMORY_USES.get(use, ""))}"{" hidden" * (not size)}>'
         f'<i class="u{at}"></i>{escape(use)} <b>{in_bytes(size)}</b> '
-        f'<span class="share">{in_percent(size / peak.bytes)}</span></span>'
+        f'<span class="share">{in_percent(size / total)}</span></span>'
         for at, use, size in uses
     )
     return f'<div class="bar">{"".join(bars)}</div><div class="legend">{"".join(told)}</div>'
 
 
 def _largest(peak: PeakReport) -> str:
-    named = [(escape(name), (in_bytes(size), "n")) for name, size in peak.largest[:NAMED] if size]
+    named = [(escape(name), (in_bytes(size), "n")) for name, size in _named(peak)]
     return table(("alive then, largest first", ("bytes", "n")), named)
+
+
+def _named(peak: PeakReport) -> list[tuple[str, int]]:
+    """The largest tensors and their bytes."""
+    return [(held.title, held.all_bytes) for held in peak.alive[:NAMED] if held.bytes]
 
 
 def _encoded(memory: Sequence[RankMemory], shown: int, uses: Sequence[str]) -> dict[str, Any]:
@@ -230,12 +235,12 @@ def _encoded(memory: Sequence[RankMemory], shown: int, uses: Sequence[str]) -> d
     for each in memory:
         at = []
         for stretch in each.stretches:
-            largest = [[words.of(name), size] for name, size in stretch.peak.largest[:NAMED] if size]
+            largest = [[words.of(name), size] for name, size in _named(stretch.peak)]
             sizes = stretch.peak.by_use()
             state = states.of([[sizes.get(use, 0) for use in uses], largest])
             at.append([float(f"{stretch.start_s:.6g}"), words.of(stretch.what), words.of(stretch.peak.at), state])
         ranks.append({"title": each.title, "fullest": each.stretches.index(each.fullest), "at": at})
-    end_s = memory[0].stretches[-1].end_s
+    end_s = memory[0].stretches[-1].end_s or 1.0
     return {"end": end_s, "shown": shown, "ranks": ranks, "words": words.values, "states": states.values}
 
 

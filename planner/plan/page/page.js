@@ -37,10 +37,10 @@ function cursor(card, data) {
     for (const part of labels) {
       const size = uses[part.dataset.use];
       part.hidden = !size;
-      if (part.tagName === "I") part.style.width = 100 * size / total + "%";
+      if (part.tagName === "I") part.style.width = 100 * size / (total || 1) + "%";
       else part.querySelector("b").textContent = inBytes(size);
       const share = part.querySelector(".share");
-      if (share) share.textContent = inPercent(size / total);
+      if (share) share.textContent = inPercent(size / (total || 1));
     }
     alive.querySelector("tbody").replaceChildren(...largest.map(([name, size]) => {
       const row = document.createElement("tr"), cells = [data.words[name], inBytes(size)];

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from planner.analysis.memory.storages import PeakReport
 from planner.analysis.memory.through_step import BlockPeak, block_peaks
 from planner.analysis.pipeline.peak_report import RankReport
 from planner.analysis.pipeline.staged import Staged
@@ -31,12 +30,13 @@ def memory_over_step(assignment: Assignment, staged: Staged | None, timeline: St
 
 
 def _whole_step(peaks: Sequence[BlockPeak], timeline: StepTimeline) -> tuple[Stretch, ...]:
-    at: dict[tuple[str, int | None], PeakReport] = {(each.direction, each.number): each.peak for each in peaks}
-    last = peaks[-1].peak
-    return coarsened([
-        OpenStretch.of(event.start_s, event.end_s, event.name, at.get((direction, event.block), last))
-        for event, direction in zip(timeline.events, directions(timeline), strict=True)
-    ])  # fmt: skip
+    at: dict[tuple[str, int | None], BlockPeak] = {(each.direction, each.number): each for each in peaks}
+    fullest = max(peaks, key=lambda peak: peak.bytes)
+    spans = [] if timeline.events else [OpenStretch(0.0, 0.0, "the step", fullest.bytes, fullest.report)]
+    for event, direction in zip(timeline.events, directions(timeline), strict=True):
+        peak = at.get((direction, event.block), peaks[-1])
+        spans.append(OpenStretch(event.start_s, event.end_s, event.name, peak.bytes, peak.report))
+    return coarsened(spans)
 
 
 def _of_rank(assignment: Assignment, staged: Staged, rank: int, timeline: StepTimeline) -> tuple[Stretch, ...]:

@@ -73,7 +73,7 @@ def chosen_ranks(held: Sequence[int]) -> dict[int, str]:
     if len(held) == 1:
         return {0: "every rank"}
     most, least = held.index(max(held)), held.index(min(held))
-    told = {most: ", holds most"} if most == least else {most: ", holds most", least: ", holds least"}
+    told = {most: " (holds most)"} if most == least else {most: " (holds most)", least: " (holds least)"}
     return {rank: f"pipeline rank {rank}{told.get(rank, '')}" for rank in sorted({0, len(held) - 1, most, least})}
 
 
