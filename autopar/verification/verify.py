@@ -75,7 +75,7 @@ from planner.solve.choices import solve
 RTOL = 1e-10
 SIMULATED_RANKS = 12
 """A mesh of more ranks is simulated with its axes reduced to their least divisors."""
-_DTYPE = re.compile(r"dtype|data type|scalar type|\b(b?fp?|b?float)\d+\b|\b(double|half)\b", re.IGNORECASE)
+_DTYPE = re.compile(r"dtype|data type|scalar type|\b(b?fp?|b?float)(8|16|32|64)|\b(double|half)\b", re.IGNORECASE)
 """How operators that do not take a dtype say so; ``BF16`` and ``'Double'`` are names of some."""
 
 
