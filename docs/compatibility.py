@@ -142,8 +142,8 @@ def exporters() -> str:
     ]
     return f"""## Exporters
 
-What `plan.export` writes, run beside the original, in float64, or given to the tool's own reader. A format that is
-not here was [checked by hand](interchange.md) only. Record: [exporters](../benchmarks/results/exporters.md).
+What `plan.export` writes, run beside the original in float64, or given to the tool's own reader. What was tried by hand
+is [there](interchange.md). Record: [exporters](../benchmarks/results/exporters.md).
 
 {_table(["format", "of", "run, or read", "found"], rows)}
 """
