@@ -3,8 +3,8 @@
 Start and end of every action, or without micro-batches of every block, turn into events of ranks (``drawn``,
 ``whole_step``, ``step``), which ``svg``, ``text`` and ``trace`` draw, and ``shapes`` for whoever draws them into a
 page. What was predicted and what was observed are the same events, so that they can be laid beside one another. What
-ranks hold meanwhile (``rank_memory``) is found out for plans with all model data on the device (``memory``), and for those of
-which some moves (``transfer_memory``).
+ranks hold meanwhile (``rank_memory``) is found out for plans with all model data on the device (``memory``), and for
+those of which some moves (``transfer_memory``).
 """
 
 from __future__ import annotations
