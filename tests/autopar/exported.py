@@ -99,6 +99,9 @@ PINS: dict[str, dict[str, dict[str, Any]]] = {
             **{"replicate": 2, "data": 2, "zero": 3, "recompute": "full", "micro_batches": 2},
         },
         "tensor, recomputing": {"data": 2, "tensor": 2, "zero": 1, "recompute": "selective", "micro_batches": 2},
+        "tensor and sequence, sharded": {
+            **{"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3, "recompute": "full", "micro_batches": 1},
+        },
         "interleaved, sharded": {"pipeline": 2, "data": 2, "zero": 1, "micro_batches": 4, "virtual_stages": 2},
     },
     "hf": {"tensor, sharded": {"data": 2, "tensor": 2, "zero": 3, "micro_batches": 1}},
@@ -111,12 +114,22 @@ def exporting() -> LocalProcesses:
     return LocalProcesses(4, ("torch", "tests.autopar.exported"), timeout_s=60)
 
 
+def four_devices() -> ClusterSpec:
+    """Whose messages begin at once, so that small ones are sent as large ones would be."""
+    described = ClusterSpec.local(4).to_dict()
+    described["levels"][0]["latency_s"] = 1e-9
+    return ClusterSpec.from_dict(described)
+
+
 def gradients_alike(processes: LocalProcesses, to: str, name: str) -> int:
     """Run one of :data:`PINS`; how many gradients all processes, or all those of a pipeline together, found alike."""
     pin = PINS[to][name]
-    plan = autopar.plan(decoder(), ClusterSpec.local(4), example_kwargs=batch(), pin=pin, time_limit_s=10)
-    text = plan.export(to, time_limit_s=1).text
+    model = decoder().float()  # in float64, plans would gather what norms cast to less
+    plan = autopar.plan(model, four_devices(), example_kwargs=batch(), pin=pin, time_limit_s=10)
+    exported = plan.export(to, time_limit_s=1)
+    text = exported.text
     if to == "fsdp2":
+        assert exported.description.sequence_parallel == pin.get("sequence_parallel", False)
         count, rest = divmod(sum(processes.run(run_fsdp2, text)) * pin.get("pipeline", 1), 4)
         assert not rest
         return count
