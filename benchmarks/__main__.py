@@ -1,8 +1,8 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
-                     [million] [rsa] [integrations] [pipeline] [schedules] [transfer schedule] [offload] [tables]
-                     [cached] [fuzz [files]] [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
+                     [million] [rsa] [integrations] [exporters] [pipeline] [schedules] [transfer schedule] [offload]
+                     [tables] [cached] [fuzz [files]] [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -26,6 +26,7 @@ from benchmarks import (
     cached_table,
     context,
     exact,
+    exporters,
     family,
     fuzz,
     integrations,
@@ -272,6 +273,19 @@ def integrated() -> None:
     )
     title = "Recipes of other training loops"
     print(record.write("integrations", title, notes, rows, [asdict(r) for r in found], facts), flush=True)
+
+
+def exported() -> None:
+    """Exported configurations."""
+    facts = record.circumstances()
+    found = exporters.executed()
+    rows = [{"format": r.format, "tool": r.tool, "of": r.of, "check": r.check} for r in found]
+    notes = (
+        "What `plan.export` writes, executed: FSDP2 code, and models that Transformers makes of its configuration, as "
+        "a step of a Qwen3 of four layers in float64 on four local gloo processes, beside the original; other formats "
+        "by their tool's own reader, where it was installed, on the plans of tests/planner/golden/export."
+    )
+    print(record.write("exporters", "Exported configurations", notes, rows, [asdict(r) for r in found], facts))
 
 
 def predictions() -> None:
@@ -790,6 +804,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "million": million_tokens,
     "rsa": ring_self_attention,
     "integrations": integrated,
+    "exporters": exported,
     "family": families,
     "iopddl": problems,
     "memory": peaks,

@@ -54,6 +54,7 @@ from planner.base.errors import InputError, PinError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
 from tests.autopar import models
+from tests.autopar.captured_once import captured_once, made
 from tests.autopar.in_flight import InFlight
 
 Batch = dict[str, Tensor]
@@ -165,7 +166,7 @@ EXPERTS: dict[str, Callable[[float], nn.Module]] = {
 def model_of(name: str, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
     model = (MODELS | EXPERTS)[name](dropout).train()
-    return twin(model) if dtype == torch.float64 else model.to(dtype)
+    return made(twin(model) if dtype == torch.float64 else model.to(dtype), name, dropout)
 
 
 def batch_of(name: str, seed: int = 1, dtype: torch.dtype = torch.float64) -> Batch:
@@ -212,12 +213,14 @@ def plan_of(
     """A plan as the document that every rank is given; made by the parent, once."""
     model, batch = model_of(name, dropout, dtype), batch_of(name, dtype=dtype)
     cluster = cluster or cluster_of(ranks)
-    return autopar.plan(model, cluster, example_kwargs=batch, loss_fn=loss_fn, pin=pin).to_dict()
+    with captured_once():
+        return autopar.plan(model, cluster, example_kwargs=batch, loss_fn=loss_fn, pin=pin).to_dict()
 
 
 def parallel(model: nn.Module, document: Mapping[str, Any], batch: Batch, **options: Any) -> ParallelModule:
     plan = Plan.from_dict(document)
-    return autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch, loss_fn=loss_fn, **options)
+    with captured_once():
+        return autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch, loss_fn=loss_fn, **options)
 
 
 def whole(value: Tensor) -> Tensor:
