@@ -447,7 +447,8 @@ class LocalCosts:
     ) -> tuple[float, float]:
         """Seconds of attention piece by piece: its kernels, and what merges their results and adds up gradients."""
         dtype, found = node.results[0].dtype, []
-        kernels, scores = attention_kernels(shapes, sight(node), shards), has_scores(node, self.cost.cluster.on_cpu)
+        kernels = attention_kernels(shapes, sight(node), shards)
+        scores = has_scores(node, self.graph.input_types(node), self.cost.cluster.on_cpu)
         count, merged = sum(kernels.values()), merged_bytes(node, shapes, shards, scores)
         for is_backward, bytes_moved in enumerate((moved.forward, moved.backward)):
             seconds = self.cost.compute_s(0.0, merged[is_backward], dtype, 3 * count, Stream("add"))

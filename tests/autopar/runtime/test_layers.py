@@ -339,14 +339,18 @@ RINGS = [
 
 
 @pytest.mark.parametrize("sizes, factors", RINGS)
-@pytest.mark.parametrize("hides", ["nothing", "later", "padding", "far", "all"])
+@pytest.mark.parametrize("hides", ["nothing", "later", "padding", "far", "all", "bias", "bias of queries"])
 def test_ring_attention(sizes: Any, factors: Any, hides: str) -> None:
-    """Grouped queries, heads of values of another size, and every kind of mask; one that hides all leaves zeros."""
+    """Grouped queries, heads of values of another size, and every kind of mask; one that hides all leaves zeros, and
+    biases are trained.
+    """
     places, keys = torch.arange(16), 8 if hides == "padding" else 16
     masks = {
         "padding": torch.arange(8) < torch.tensor([5, 2]).view(2, 1, 1, 1),
         "far": ((places.unsqueeze(1) - places) % 16 < 3).expand(1, 1, 16, 16),
         "all": (torch.rand(2, 4, 16, 16) < 0.2) & (places < 14).unsqueeze(1),
+        "bias": randn(4, 16, 16).masked_fill(places > 13, torch.finfo(torch.float64).min),
+        "bias of queries": randn(2, 1, 16, 1),
     }
     args = (randn(2, 4, 16, 6), randn(2, 2, keys, 6), randn(2, 2, keys, 10), masks.get(hides), 0.0, hides == "later")
     op = aten.scaled_dot_product_attention.default
