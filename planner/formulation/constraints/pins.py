@@ -74,7 +74,6 @@ class Pins:
             each block as soon as its gradients are complete.
         activations: of how many blocks, the first ones (of each stage), what is saved for backward may leave for where
             model data is at home: a count or ``all``; ``None`` leaves it to the search.
-        any_way: operators may be run in ways that are for pins alone, too: what is decided is only carried over.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -94,7 +93,6 @@ class Pins:
     offload: Offload | None = None
     update: Update = "after"
     activations: Activations | None = None
-    any_way: bool = False
 
     @staticmethod
     def parse(pin: Mapping[str, object] | None) -> Pins:

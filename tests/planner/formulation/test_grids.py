@@ -102,7 +102,7 @@ def test_everything_is_shared_by_all_ranks_of_a_grid() -> None:
 
 def test_streamed_products_hide_what_goes_around_and_save_shards() -> None:
     rings = {"*.up": {"tensor": "n.ring"}, "*.down": {"tensor": "k.ring"}}
-    graph, spec = transformer(2, batch=8, hidden=4096, length=1024), ClusterSpec.preset("dgx-h100")
+    graph, spec = transformer(2, batch=8, hidden=4096, length=4096), ClusterSpec.preset("dgx-h100")
     whole_, streamed = (
         search(graph, spec, whole({"tensor": 8, "layers": layers, "recompute": "none"}), Training())
         for layers in ({"*.up": {"tensor": "n"}, "*.down": {"tensor": "k"}}, rings)
@@ -114,7 +114,10 @@ def test_streamed_products_hide_what_goes_around_and_save_shards() -> None:
     up = streamed.assignment.choice(graph.by_name["up1"])
     assert (up.operands[0], up.results[0]) == ((Shard(1),), (Shard(2),))
     free = search(graph, spec, whole({"tensor": 8}), Training()).assignment
-    assert not any(axis.way.pinned for node in graph.operators for axis in free.choice(node).axes)
+    assert free.choice(graph.by_name["up1"]) == up, "found where there are enough tokens"
+    short = transformer(2, batch=8, hidden=4096, length=64)
+    few = search(short, spec, whole({"tensor": 8}), Training()).assignment
+    assert not any(axis.way.streamed for node in short.operators for axis in few.choice(node).axes)
     with pytest.raises(PinError, match=r"n.ring has size 2, which 4 ranks do not divide"):
         found(transformer(2, length=6), 4, {"tensor": 4, "layers": rings})
 
