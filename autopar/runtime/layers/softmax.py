@@ -32,10 +32,10 @@ def softmax(op: OpOverload[..., Any], input: Tensor, dim: int, *given: Any, shar
         return op(input, dim, *given)
     dtype = op(input.new_empty(0), 0, *given).dtype
     wide = torch.float32 if autocasts(input) else torch.promote_types(dtype, torch.float32)
-    return _Shared.apply(input, dim, torch.promote_types(wide, dtype), dtype, "log" in str(op), shared_groups)
+    return _SharedSoftmax.apply(input, dim, torch.promote_types(wide, dtype), dtype, "log" in str(op), shared_groups)
 
 
-class _Shared(torch.autograd.Function):
+class _SharedSoftmax(torch.autograd.Function):
     """Ranks agree on the largest element first, so that no exponential is too large."""
 
     @staticmethod

@@ -52,7 +52,7 @@ def filters(
     if pins.batch_norm is not None:
         check_batch_norm(graph, rules)
     if not pins.sizes and not pins.layers and mesh.micro_batches == 1:
-        return None, None
+        return (lambda *_: True) if pins.streamed else None, None
     names = mesh.names
     # Without a pinned size, an axis of whatever name is free: that of a further program, see planner/plan/further.py.
     roles = [ROLES.get(name) if pins.sizes else None for name in names]
@@ -98,6 +98,8 @@ def filters(
         for glob, wanted in pins.layers.items():
             if node.name in pinned[glob] and names[axis] in wanted:
                 return str(strategy) == wanted[names[axis]]
+        if strategy.way.streamed and not pins.streamed:
+            return False
         role, size = roles[axis], mesh.axes[axis].size
         if names[axis] == MICRO:
             if has(node, dims["batch"], size):

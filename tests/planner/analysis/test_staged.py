@@ -23,12 +23,12 @@ from planner.formulation.resharding import local_bytes
 from planner.formulation.resharding_tables import BUCKET_BYTES
 from planner.formulation.search_space import Space
 from planner.formulation.stage_costs import StageCosts
-from planner.formulation.strategies import Choice, rules_of
+from planner.formulation.strategies import rules_of
 from planner.formulation.training import Training
 from planner.formulation.unsharding import Gathers, Unsharding
 from planner.ir.folding import Folded, fold
 from planner.ir.graph import Graph, Ref
-from planner.ir.layout import MICRO, Layout, Mesh
+from planner.ir.layout import MICRO, Mesh
 from planner.ops.sharding_rule import Rule
 from planner.search.parallel_config import pipelines_of
 from planner.search.pipeline_bounds import PipelineBounds, least_send_s
@@ -72,31 +72,21 @@ def space_of(  # type: ignore[no-untyped-def]
     return Space(folded, mesh, CostModel(spec), Training(unsharding=Unsharding.named(gathers)), rules, *kept, pace=pace)
 
 
-def assignments(
-    space: Space, rng: random.Random, count: int, *, streams: bool = True
-) -> list[tuple[tuple[int, ...], Assignment]]:
-    """Random choices among those that some resharding connects; without streamed products, if ``streams`` is False."""
+def assignments(space: Space, rng: random.Random, count: int) -> list[tuple[tuple[int, ...], Assignment]]:
+    """Random choices among those that some resharding connects."""
     problem, found = space.problem(None), []
-    options = [
-        [at for at, option in enumerate(space.options[each]) if streams or not _streams(option)]
-        for each in space.variables
-    ]
     while len(found) < count:
-        choices = [rng.choice(each) for each in options]
+        choices = [rng.randrange(vertex.choices) for vertex in problem.vertices]
         for _ in range(20):  # mend what cannot be connected
             broken = [e for e in problem.edges if math.isinf(e.time_s[choices[e.tail], choices[e.head]])]
             if not broken:
                 break
             edge = rng.choice(broken)
             at = rng.choice((edge.tail, edge.head))
-            choices[at] = rng.choice(options[at])
+            choices[at] = rng.randrange(problem.vertices[at].choices)
         if evaluate(problem, tuple(choices)).feasible:
             found.append((tuple(choices), assignment_of(space, choices)))
     return found
-
-
-def _streams(option: Choice | Layout) -> bool:
-    return isinstance(option, Choice) and any(axis.way.streamed for axis in option.axes)
 
 
 @pytest.mark.parametrize("which", ["residual", "chain", "tapped"])

@@ -22,7 +22,7 @@ def test_no_stage_has_less_beside_what_it_saves(which: str, gathers: Gathers) ->
     rng = random.Random(f"{which} {gathers}")
     space = space_of(which, cluster(4), 2, 4, gathers=gathers, outer=2, inner=2)
     levels, instances, parts = COMPUTED if gathers == "once" else LEVELS, model(which)[1].instances, []
-    for choices, assignment in assignments(space, rng, 12, streams=False):  # whose panels are not counted
+    for choices, assignment in assignments(space, rng, 12):
         memories = BlockMemories(assignment)
         kept = {variable: np.array([choice]) for variable, choice in zip(space.variables, choices, strict=True)}
         for stop in range(2, min(8, len(instances)) + 1):

@@ -131,12 +131,11 @@ def cheapest_otherwise(plan: Document, path: str) -> float:
     space = plan.assignment.space
     variable = next(r for r, names in space.members.items() if space.graph.by_name[names[0]].path == path)
     problem, number = space.problem(plan.cluster.device.usable_bytes), space.variables.order.index(variable)
-    now = plan.assignment.choice(space.graph.by_name[space.members[variable][0]]).axes[0]
-    now, whole = now.factor or now.kind, {"invariant", "replicate"}
+    now = str(plan.assignment.choice(space.graph.by_name[space.members[variable][0]]).axes[0])
+    whole = {"invariant", "replicate"}
     best = math.inf
     for choices in itertools.product(*(range(vertex.choices) for vertex in problem.vertices)):
-        taken = space.options[variable][choices[number]].axes[0]  # type: ignore[union-attr]
-        word = taken.factor or taken.kind
+        word = str(space.options[variable][choices[number]].axes[0])  # type: ignore[union-attr]
         if word != now and not {word, now} <= whole:
             cost = evaluate(problem, choices)
             best = min(best, cost.time_s if cost.feasible else math.inf)

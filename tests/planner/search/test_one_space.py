@@ -22,7 +22,7 @@ from tests.planner.search import one_space
 from tests.planner.search.brute_force import BruteForce, Parts, Whole, best_of
 from tests.planner.search.one_space import Case, Tally, check, drawn
 
-SEEDS = (34, 38, 46, 69, 74, 98, 101, 123, 127, 206, 290, 370)
+SEEDS = (34, 36, 46, 69, 74, 98, 101, 123, 127, 206, 290, 370)
 KNOWN = {"sum", "indivisible", "home", "offload"}
 """What does not hold yet. A search of steps in one piece adds up bytes that are not alive at once, so that what it
 proves is proved of plans that fit by that sum; the bound of micro-batched steps does so too, which is wrong of seed
