@@ -33,7 +33,7 @@ demo: $(STAMP)  ## plan a small GPT-2, train it on four local processes, compare
 	@$(BIN)/autopar demo
 
 # A file of tests at a time on each core, four at most; some start up to four processes: one thread each.
-PYTEST := -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+PYTEST := -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test test-oldest: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)  ## run the tests; make test ARGS="-m 'not slow' -k fold" selects
 	@$(BIN)/python $(PYTEST) $(or $(ARGS),tests)

@@ -1,8 +1,8 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
 python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
-                     [million] [rsa] [integrations] [pipeline] [schedules] [transfer schedule] [offload] [tables]
-                     [cached] [fuzz [files]] [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
+                     [million] [rsa] [integrations] [exporters] [pipeline] [schedules] [transfer schedule] [offload]
+                     [tables] [cached] [fuzz [files]] [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -26,6 +26,7 @@ from benchmarks import (
     cached_table,
     context,
     exact,
+    exporters,
     family,
     fuzz,
     integrations,
@@ -274,6 +275,19 @@ def integrated() -> None:
     print(record.write("integrations", title, notes, rows, [asdict(r) for r in found], facts), flush=True)
 
 
+def exported() -> None:
+    """Exported configurations."""
+    facts = record.circumstances()
+    found = exporters.executed()
+    rows = [{"format": r.format, "tool": r.tool, "of": r.of, "check": r.check} for r in found]
+    notes = (
+        "What `plan.export` writes, executed: FSDP2 code, and models that Transformers makes of its configuration, as "
+        "a step of a Qwen3 of four layers in float64 on four local gloo processes, beside the original; other formats "
+        "by their tool's own reader, where it was installed, on the plans of tests/planner/golden/export."
+    )
+    print(record.write("exporters", "Exported configurations", notes, rows, [asdict(r) for r in found], facts))
+
+
 def predictions() -> None:
     """Step times as planned for the profiled machine, beside measured ones."""
     facts = record.circumstances()
@@ -423,8 +437,8 @@ def ring_self_attention() -> None:
         "BERT base in float32 with Adam on P100s of 16 GB, planned: a ring of 64 (Li et al. 2021) against tensor "
         "parallelism on 12, as many as it has heads, whose residuals are whole on every rank, as in Megatron then. The "
         f"paper has {rsa.CLAIMED['batch']} x the batch and {rsa.CLAIMED['length']:.1f} x the length.\n\n"
-        "**How much more a ring holds is decided by what is kept.** Of what tensor parallelism shares, such as scores, a "
-        "rank of the ring has 12/64, so that 5.3 x fit; of residuals, which tensor parallelism has whole, 64 x. So "
+        "**How much more a ring holds is decided by what is kept.** Of what tensor parallelism shares, such as scores, "
+        "a rank of the ring has 12/64, so that 5.3 x fit; of residuals, which tensor parallelism has whole, 64 x. So "
         f"stored scores, as programs had them then, give {ratios['scores, too']['batch']:.1f} x, and products alone, "
         f"beside which residuals weigh more, {ratios['products alone']['batch']:.1f} x. The paper's batch is beyond "
         "both: how long its sequences were (512 is assumed), what was recomputed and what its tensor parallelism kept "
@@ -653,36 +667,43 @@ def placements() -> None:
 
 
 def cached() -> None:
-    """A cached table in a file, and what one of Criteo's full size is predicted to do."""
+    """Cached tables in a file: Criteo's whole, of which trained rows take space, and a part that is on disk."""
     facts = record.circumstances()
     with tempfile.TemporaryDirectory() as folder:
-        found = cached_table.runs(Path(folder) / "table")
-    whole_bytes, whole = cached_table.full_size()
+        found = [run for part in cached_table.PARTS for run in cached_table.runs(Path(folder), part)]
+        _record_cached(found, facts)
+
+
+def _record_cached(found: Sequence[cached_table.CachedRun], facts: dict[str, Any]) -> None:
     rows = [
         {
-            "prefetch": "yes" if r.prefetches else "no",
             "table GB": f"{r.table_bytes / 1e9:.1f}",
+            "on disk": "every row" if r.part.is_full else "trained rows",
+            "disk GB": f"{r.disk_bytes / 1e9:.1f}",
             "rows cached": f"{r.cache_share:.1%}",
+            "cache GB": f"{r.cache_bytes / 1e9:.2f}",
+            "prefetch": "yes" if r.prefetches else "no",
             "hit rate": f"{r.hit_rate:.2%}",
             "predicted": f"{r.predicted_hit_rate:.2%}",
-            "fetched MB a batch": f"{r.fetched_bytes / 1e6:.2f}",
-            "step ms": f"{r.step_s * 1e3:.1f}",
+            "fetched MB": f"{r.fetched_bytes / 1e6:.2f}",
+            "written MB": f"{r.written_bytes / 1e6:.2f}",
+            "read ms": f"{r.read_s * 1e3:.1f}",
+            "write ms": f"{r.written_s * 1e3:.1f}",
             "look-up ms": f"{r.lookup_s * 1e3:.1f}",
+            "step ms": f"{r.step_s * 1e3:.1f}",
         }
         for r in found
     ]
     notes = (
-        f"`CachedEmbeddingBag` with row-wise Adagrad and its home in a file: 1/{cached_table.PART} of the rows of "
-        f"Criteo's terabyte, {cached_table.FEATURES} features, {cached_table.BATCHES} Zipf batches (exponent "
+        "`CachedEmbeddingBag` with row-wise Adagrad and its home in a file: Criteo's terabyte with "
+        f"{cached_table.FEATURES} features, and an eighth of its rows; {cached_table.BATCHES} Zipf batches (exponent "
         f"{cached_table.EXPONENT}) of {cached_table.SAMPLES:,} samples with {cached_table.LOOKUPS} look-ups each, a "
-        "dense tower behind it, all on CPUs. The hit rate is of the distinct rows of a batch. With prefetching a "
-        f"look-up takes {found[1].lookup_s / found[0].lookup_s:.2f} of its time without; rows that leave are written "
-        "back behind it in both. The whole table, "
-        f"{whole_bytes / 1e9:.0f} GB, was not run: with {cached_table.CACHED:.1%} of its rows cached "
-        f"{whole.hit_rate:.2%} of {whole.unique_rows:,.0f} distinct rows are predicted to be there, and "
-        f"{whole.moved_bytes / 1e6:.1f} MB a batch to be fetched."
+        "dense tower behind it, all on CPUs. *On disk*: of the whole table the rows that were trained, since others "
+        "are drawn when they are first fetched; of the eighth every row, written before, and forgotten by the system. "
+        "The hit rate is of the distinct rows of a batch. Rows are read or drawn, and written back, on a thread "
+        "behind: mean milliseconds a batch. Look-ups and steps are medians."
     )
-    raw = [*map(asdict, found), asdict(whole)]
+    raw = [*map(asdict, found)]
     print(record.write("cached_table", "A table that is cached", notes, rows, raw, facts), flush=True)
 
 
@@ -792,6 +813,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "million": million_tokens,
     "rsa": ring_self_attention,
     "integrations": integrated,
+    "exporters": exported,
     "family": families,
     "iopddl": problems,
     "memory": peaks,

@@ -166,6 +166,7 @@ def per_sample() -> list[PerSample]:
             traced = trace(model, (ids, ids), {}, None)
             pins = Pins.parse({**PLAIN, "recompute": "none", **shared.pin})
             plan = plan_traced(traced, ClusterSpec.local(shared.ranks), pins, Training())
+            assert plan.assignment is not None
             peaks.append((plan.predicted.peak_bytes, observed_peak(model, traced, plan.assignment)))
         few, many = SMALL_BATCHES
         predicted, measured = ((last - first) / (many - few) for first, last in zip(*peaks, strict=True))

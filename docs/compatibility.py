@@ -134,6 +134,21 @@ float32. What cannot be served is [listed there](integrations.md#what-cannot-be-
 """
 
 
+def exporters() -> str:
+    """Other tools' configurations: what was run of them, or read by the tool."""
+    rows = [
+        [f"[`{run['format']}`](interchange.md)", run["tool"], run["of"], run["check"]]
+        for run in record("exporters")["results"]
+    ]
+    return f"""## Exporters
+
+What `plan.export` writes, run beside the original in float64, or given to the tool's own reader. What was tried by hand
+is [there](interchange.md). Record: [exporters](../benchmarks/results/exporters.md).
+
+{_table(["format", "of", "run, or read", "found"], rows)}
+"""
+
+
 def versions() -> str:
     """Which versions the records are of, and which may be installed."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -162,12 +177,12 @@ Where two are named, the newer one is what training loops need. The test suite r
 """
 
 
-RECORDS = ("zoo", "zoo_micro_batched", "zoo_tiers", "integrations")
+RECORDS = ("zoo", "zoo_micro_batched", "zoo_tiers", "integrations", "exporters")
 PACKAGES = (
     *("python", "torch", "transformers", "spmd_types", "ortools", "numpy"),
     *("accelerate", "lightning", "trl", "peft", "datasets"),
 )
-PARTS: tuple[Callable[[], str], ...] = (models, loops, versions)
+PARTS: tuple[Callable[[], str], ...] = (models, loops, exporters, versions)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +25,13 @@ settings.register_profile(
     "autopar", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("autopar")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, then those of many tests, so that workers end together."""
+    counts = Counter(item.path for item in items)
+    long = {item.path for item in items for mark in ("slow", "processes") if item.get_closest_marker(mark)}
+    items.sort(key=lambda item: (item.path not in long, -counts[item.path], item.path))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

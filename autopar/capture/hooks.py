@@ -12,6 +12,9 @@ from planner.base.errors import InputError
 
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+COLLECTING = "transformers.utils.output_capturing"
+"""The module of hooks that Transformers leaves on a model once it was asked for more outputs: they give them to who
+asks, and are idle in other calls."""
 
 
 def check_hooks(model: nn.Module) -> list[str]:
@@ -41,7 +44,8 @@ def check_hooks(model: nn.Module) -> list[str]:
     on: dict[str, list[str]] = {}
     for path, module in walk.modules:
         for hook in _hooks(module, _FORWARD):
-            if not type(hook).__module__.startswith("torch."):  # such as weight_norm's, which only computes
+            is_torchs = type(hook).__module__.startswith("torch.")  # such as weight_norm's, which only computes
+            if not is_torchs and getattr(hook, "__module__", None) != COLLECTING:
                 on.setdefault(_called(hook), []).append(repr(path or "the model"))
     return [
         f"{name} is a forward hook on {', '.join(paths[:3])}{f' and {len(paths) - 3} more' if paths[3:] else ''}: what "

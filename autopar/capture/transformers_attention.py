@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.capture.hooks import COLLECTING
 from autopar.operators.attention import attention
 
 TABLE = "transformers.modeling_utils"
@@ -62,7 +63,15 @@ def _operator_or(function: Attends) -> Attends:
 def _has_readers(module: nn.Module, options: Mapping[str, Any]) -> bool:
     """Whether somebody may read an attention's weights: the caller of the model, or a hook that is given results."""
     default = getattr(getattr(module, "config", None), "output_attentions", False)
-    return bool(options.get("output_attentions", default) or module._forward_hooks)
+    asked = options.get("output_attentions", default) or _are_collected()
+    return bool(asked or any(hook.__module__ != COLLECTING for hook in module._forward_hooks.values()))
+
+
+def _are_collected() -> bool:
+    """Whether hooks that Transformers put on a model, in this call or one before, keep weights in this call."""
+    collector = getattr(sys.modules.get(COLLECTING), "_active_collector", None)
+    collected = None if collector is None else collector.get()
+    return any("attentions" in name for name in collected or ())
 
 
 def _operator(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> Tensor:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,6 +75,8 @@ from planner.solve.choices import solve
 RTOL = 1e-10
 SIMULATED_RANKS = 12
 """A mesh of more ranks is simulated with its axes reduced to their least divisors."""
+_DTYPE = re.compile(r"dtype|data type|scalar type|\b(b?fp?|b?float)(8|16|32|64)|\b(double|half)\b", re.IGNORECASE)
+"""How operators that do not take a dtype say so; ``BF16`` and ``'Double'`` are names of some."""
 
 
 # ---- the same on all ranks -------------------------------------------------------------------------------------------
@@ -342,8 +346,8 @@ def verify(
     except VerificationError:
         raise
     except Exception as error:
-        if not is_narrow(tensors):
-            with _telling(model, "running the model, and all ranks of the plan"):
+        if not (is_narrow(tensors) and _DTYPE.search(_reason(error))):
+            with _telling(model, "running the model, and all ranks of the plan, in float64"):
                 raise
         found = found.noting(f"in float64 the model does not run: {_reason(error)}")
     with _telling(model, "running the model itself on this batch"):
@@ -415,11 +419,12 @@ def _telling(model: nn.Module, doing: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what the user's code or torch raised."""
+    """The first line of what the user's code or torch raised; of what says nothing, the line of code."""
     cause = error.__cause__
     told = cause if isinstance(cause, Exception) and not isinstance(cause, AutoparError) else error
-    lines = str(told).strip().splitlines()
-    return f"{type(told).__name__}: {lines[0] if lines else 'without a message'}"
+    raised_at = traceback.extract_tb(told.__traceback__)[-1:]
+    lines = (*str(told).strip().splitlines(), *(frame.line for frame in raised_at))
+    return f"{type(told).__name__}: {next(filter(None, lines), 'without a message')}"
 
 
 def _plan(

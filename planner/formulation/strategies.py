@@ -177,7 +177,7 @@ class Dataflow:
                             found[(value, dim, at[1]), rule.sizes[factor]] = None
         return tuple(found)
 
-    def beside(self, value: int, dim: int, strips: int) -> Iterator[tuple[int, int, int]]:
+    def same_cuts(self, value: int, dim: int, strips: int) -> Iterator[tuple[int, int, int]]:
         """The same cut, as (value, dim, strips), in all tensors of the operators that touch a value."""
         for values, places, place in self.uses[value]:
             found = places.cut(place, dim, strips)
@@ -208,7 +208,7 @@ def _spread(cuts: _NumberedCuts, dataflow: Dataflow) -> None:
     waiting = [(*key, strips) for key, values in cuts.items() for strips in values]
     while waiting:
         value, dim, strips = waiting.pop()
-        for other, other_dim, same in dataflow.beside(value, dim, strips):
+        for other, other_dim, same in dataflow.same_cuts(value, dim, strips):
             have = cuts.setdefault((other, other_dim), set())
             if same > 1 and same not in have:
                 have.add(same)
@@ -239,7 +239,7 @@ def _drop_dead(cuts: _NumberedCuts, dataflow: Dataflow) -> None:
         if _is_alive(value, dim, strips, cuts, dataflow):
             continue
         cuts[value, dim].discard(strips)
-        for other, other_dim, same in dataflow.beside(value, dim, strips):
+        for other, other_dim, same in dataflow.same_cuts(value, dim, strips):
             if same in cuts.get((other, other_dim), ()):
                 waiting[other, other_dim, same] = None
 

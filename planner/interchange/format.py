@@ -22,7 +22,7 @@ class Limit:
         why: which, for people, and where to say it instead, if anywhere.
         applies: whether a description asks for it.
         rounds: the nearest description that does not; the same one where it is only said elsewhere.
-        about: the field that it is about, where it is said elsewhere.
+        about: the field that it is about, or what else, where it is said elsewhere.
         refused: a program that reads such a configuration fails; else there is no way to write one.
     """
 
@@ -64,7 +64,7 @@ class Format:
     @property
     def elsewhere(self) -> set[str]:
         """Fields that code says, or the tool: a text of this format does not."""
-        return {limit.about for limit in self.limits if limit.about} - self.fields.keys()
+        return {limit.about for limit in self.limits if limit.about in WORDS} - self.fields.keys()
 
     def round(self, description: Parallelism) -> tuple[Parallelism, list[Lost]]:
         """The nearest description that the format can say, and what is lost on the way."""
@@ -75,7 +75,9 @@ class Format:
             rounded = limit.rounds(description)
             what = "; ".join(changed(description, rounded))
             if not what:
-                what = f"{WORDS[limit.about]} {told(limit.about, getattr(description, limit.about))}"
+                what = limit.about
+            if what in WORDS:
+                what = f"{WORDS[what]} {told(what, getattr(description, what))}"
             lost.append(Lost(what, limit.why))
             description = rounded
         return description, lost

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ CONSTANTS = {
     "LAYERS": str,
     "MICRO_BATCHES": int,
     "PRODUCTS": dict,
+    "ALONG_SEQUENCE": dict,
     "RECOMPUTE": str,
     "RECOMPUTED_LAYERS": int,
     "STAGES": list,
@@ -53,6 +54,10 @@ IMPORTS = {
     "tensor": "from torch.distributed.tensor import DTensor, Replicate\n"
     "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, "
     "parallelize_module\n"
+    "from torch.distributed.tensor.parallel.style import ParallelStyle",
+    "sequence": "from torch.distributed.tensor import DTensor, Replicate, Shard\n"
+    "from torch.distributed.tensor.parallel import (\n    ColwiseParallel,\n    PrepareModuleOutput,\n"
+    "    RowwiseParallel,\n    SequenceParallel,\n    parallelize_module,\n)\n"
     "from torch.distributed.tensor.parallel.style import ParallelStyle",
     "pipeline": "from torch.distributed.pipelining import PipelineStage, {schedule}",
     "recompute": "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper",
@@ -72,6 +77,31 @@ def style_of(kind: str) -> ParallelStyle:
 def shard_products(model: nn.Module, mesh: DeviceMesh) -> None:
     """Share the weights of layers among the ranks of the tensor axis."""
     parallelize_module(model, mesh, {path: style_of(kind) for path, kind in PRODUCTS.items()})
+
+'''
+SEQUENCE = '''
+def style_of(kind: str) -> ParallelStyle:
+    """How a layer is shared: it takes all tokens, and leaves each rank its own."""
+    if kind in ("column", "gathered column"):
+        outputs = Shard(-1) if kind == "column" else Replicate()
+        return ColwiseParallel(input_layouts=TOKENS, output_layouts=outputs)
+    if kind in ("row", "split row"):
+        inputs = Shard(-1) if kind == "row" else TOKENS
+        return RowwiseParallel(input_layouts=inputs, output_layouts=TOKENS, use_local_output=False)
+    if kind == "features":
+        return ColwiseParallel(output_layouts=TOKENS, use_local_output=False)
+    if kind == "vocabulary":
+        return RowwiseParallel(input_layouts=Replicate(), output_layouts=TOKENS, use_local_output=False)
+    return SequenceParallel(sequence_dim=int(kind.removeprefix("along ")), use_local_output=True)
+
+
+def shard_products(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Share the weights of layers among the ranks of the tensor axis, and tokens between them."""
+    parallelize_module(model, mesh, {path: style_of(kind) for path, kind in PRODUCTS.items()})
+    parallelize_module(model, mesh, {path: SequenceParallel(sequence_dim=TOKENS.dim) for path in ALONG_SEQUENCE})
+    gather = PrepareModuleOutput(output_layouts=TOKENS, desired_output_layouts=Replicate(), use_local_output=False)
+    gathered = [path for path, kind in ALONG_SEQUENCE.items() if kind.startswith("gathered")]
+    parallelize_module(model, mesh, dict.fromkeys(gathered, gather))  # once for all layers that read it
 
 '''
 SELECTIVE = '''
@@ -198,7 +228,7 @@ def _lines(d: Parallelism) -> Iterator[str]:
     if d.pipeline > 1:
         yield IMPORTS["pipeline"].format(schedule=SCHEDULES[d.schedule])
     if d.tensor > 1:
-        yield IMPORTS["tensor"]
+        yield IMPORTS["sequence" if d.sequence_parallel else "tensor"]
     if d.recompute == "selective":
         yield IMPORTS["selective"]
     yield f"\nMESH = {_dict(mesh)}"
@@ -209,6 +239,11 @@ def _lines(d: Parallelism) -> Iterator[str]:
         yield "PRODUCTS = {"
         yield from (f'    "{path}": "{kind}",' for path, kind in d.products.items())
         yield "}"
+    if d.sequence_parallel:
+        yield "ALONG_SEQUENCE = {"
+        yield from (f'    "{path}": "{kind}",' for path, kind in d.along_sequence.items())
+        yield "}"
+        yield f"TOKENS = Shard({next(iter(_dims(d.along_sequence)))})  # every rank has some between layers"
     if d.recompute in ("full", "selective"):
         yield f'RECOMPUTE = "{d.recompute}"'
         if d.recompute_layers is not None:
@@ -219,7 +254,9 @@ def _lines(d: Parallelism) -> Iterator[str]:
     if d.offload != "none":
         yield "OFFLOAD = True"
     yield ""
-    if d.tensor > 1:
+    if d.sequence_parallel:
+        yield SEQUENCE
+    elif d.tensor > 1:
         yield TENSOR
     if d.recompute == "selective":
         yield SELECTIVE
@@ -237,6 +274,11 @@ def _lines(d: Parallelism) -> Iterator[str]:
         else:
             yield CHECK.format(built="DeviceMesh", parts="modules = [model]", name=NAMES).rstrip()
     yield ""
+
+
+def _dims(along_sequence: Mapping[str, str]) -> set[str]:
+    """Along which tokens are."""
+    return {kind.rpartition(" ")[2] for kind in along_sequence.values()}
 
 
 def _dict(values: dict[str, Any]) -> str:
@@ -384,6 +426,10 @@ def read(text: str) -> Parallelism:
     for path, kind in products.items():
         if kind not in KINDS and not re.fullmatch(r"along \d", str(kind)):
             raise ConfigError(f"'PRODUCTS' has {kind!r} for {path!r}; it is one of {', '.join(KINDS)}")
+    along = found.get("ALONG_SEQUENCE", {})
+    for path, kind in along.items():
+        if not re.fullmatch(r"(gathered )?along \d", str(kind)):
+            raise ConfigError(f"'ALONG_SEQUENCE' has {kind!r} for {path!r}; it is 'along 1' or 'gathered along 1'")
     if sizes["tensor"] > 1 and not products:
         raise ConfigError("'MESH' has a tensor axis, and there are no 'PRODUCTS' to share on it: name the layers")
     recompute = found.get("RECOMPUTE", "none")
@@ -404,6 +450,8 @@ def read(text: str) -> Parallelism:
             data=sizes["data"] if zero else copies * sizes["data"],
             zero=zero,
             tensor=sizes["tensor"],
+            sequence_parallel=bool(along),
+            along_sequence=along,
             pipeline=pipeline,
             schedule=schedule,
             virtual_stages=len(stages) // pipeline if pipeline > 1 else 1,
@@ -441,8 +489,13 @@ LIMITS = (
     no_context("FSDP2 code"),
     no_experts("FSDP2 code"),
     Limit(
-        "what norms read would have to be prepared module by module",
-        lambda d: d.sequence_parallel,
+        "pipelining hands on plain tensors, and tokens in parts are none",
+        lambda d: d.sequence_parallel and d.pipeline > 1,
+        lambda d: replace(d, sequence_parallel=False),
+    ),
+    Limit(
+        "norms are named that have some tokens each, all along one dim, and here are none",
+        lambda d: d.sequence_parallel and len(_dims(d.along_sequence)) != 1,
         lambda d: replace(d, sequence_parallel=False),
     ),
     Limit(
@@ -475,6 +528,7 @@ FORMAT = Format(
         "micro_batches": "MICRO_BATCHES",
         "recompute": "RECOMPUTE",
         "products": "PRODUCTS",
+        "sequence_parallel": "ALONG_SEQUENCE",
         "offload": "OFFLOAD",
     },
     LIMITS,

@@ -127,10 +127,10 @@ def stored_in_float32(tool: str) -> Limit:
 def equal_labels(way: str) -> Limit:
     """Parts of the batch count alike, however many labels they have; a plan's loss is the mean of the whole batch."""
     return Limit(
-        "losses of micro-batches, and of data-parallel ranks, are averaged alike, which is the batch's mean where each "
-        f"has as many labels: else {way}",
+        "micro-batches, and data-parallel ranks, have the same weight, which makes the mean over all labels where each "
+        f"has as many: else {way}",
         lambda d: d.batch_ranks * d.micro_batches > 1,
-        about="micro_batches",
+        about="the loss of a batch",
     )
 
 

@@ -78,6 +78,9 @@ class Parallelism:
             ``column`` or ``row``; as a ``gathered column``, whose result is whole again, or a ``split row``, which
             takes parts of what comes whole; by ``vocabulary`` or ``features`` of a look-up; or ``along 2``: not at all,
             but what it is used with, along that dim. Empty: as the tool decides.
+        along_sequence: where ``sequence_parallel`` leaves each rank some tokens: module with a weight that is used with
+            these alone, such as a norm -> ``along 1``, the dim of tokens, or ``gathered along 1``, where what it makes
+            is handed on with all tokens. Empty: as the tool decides.
         batch, sequence: samples of a global step, and tokens of each.
         micro_batch: samples of a rank in a micro-batch, where they are stated.
         devices: how many processes the configuration itself states.
@@ -105,6 +108,7 @@ class Parallelism:
     stored: str = "float32"
     offload: str = "none"
     products: Mapping[str, str] = field(default_factory=dict)
+    along_sequence: Mapping[str, str] = field(default_factory=dict)
     batch: int | None = None
     sequence: int | None = None
     micro_batch: int | None = None

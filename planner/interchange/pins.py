@@ -54,6 +54,7 @@ def pins_of(d: Parallelism, modules: Collection[str] = ()) -> dict[str, Any]:
             f"{d.expert} ranks that share experts are not among {d.data} data-parallel ones alone: not priced here"
         )
     found: dict[str, Any] = {"data": d.data // expert, "pipeline": d.pipeline, "micro_batches": d.micro_batches}
+    found["offload"] = d.offload
     found |= {name: getattr(d, name) for name in ("replicate", "tensor", "context") if getattr(d, name) > 1}
     if expert > 1:
         found["expert"] = expert
@@ -74,8 +75,6 @@ def pins_of(d: Parallelism, modules: Collection[str] = ()) -> dict[str, Any]:
         found["recompute"] = {"keep": kept} if len(kept) < len(modules) else "none"
     elif d.recompute_layers is None and not d.recompute_modules:
         found["recompute"] = d.recompute
-    if d.offload != "none":
-        found["offload"] = d.offload
     if d.tensor > 1 and (layers := {path: FACTORS[kind] for path, kind in d.products.items() if kind in FACTORS}):
         found["layers"] = {f"*{path}": {"tensor": factor} for path, factor in layers.items()}
     return found

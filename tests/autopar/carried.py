@@ -22,6 +22,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
 from planner.solve.transfers import TransferSchedule, fewest_bytes, shortest_step
 from tests.autopar.allocated import changes_during, most_bytes
+from tests.autopar.captured_once import captured_once, made
 from tests.autopar.models import MODELS, Batch
 
 TRANSFER_SCHEDULES: tuple[Callable[..., TransferSchedule], ...] = (fewest_bytes, shortest_step)
@@ -34,7 +35,7 @@ def model_of(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, 
         for key, value in vars(module).items():
             if isinstance(value, float) and ("drop" in key or (isinstance(module, nn.Dropout) and key == "p")):
                 setattr(module, key, 0.0)
-    return model.to(dtype), cast(batch, dtype)
+    return made(model.to(dtype), name), cast(batch, dtype)
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:
@@ -65,11 +66,13 @@ def plan_of(
     if updates_at is not None and cluster.host is not None:
         slower = cluster.host.model_copy(update={"memory_bandwidth_bytes_per_s": updates_at})
         cluster = cluster.model_copy(update={"host": slower})
-    return autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "host", **pin}, outputs=outputs)
+    with captured_once():
+        return autopar.plan(model, cluster, example_kwargs=batch, pin={"offload": "host", **pin}, outputs=outputs)
 
 
 def parallel(model: nn.Module, plan: Plan, batch: Batch) -> tuple[ParallelModule, OffloadExecutor]:
-    pmodel = autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch)
+    with captured_once():
+        pmodel = autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch)
     assert pmodel.offload is not None
     return pmodel, pmodel.offload
 

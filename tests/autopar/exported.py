@@ -1,11 +1,18 @@
-"""What ranks do with exported configurations: run them, and compare loss and gradients with the original's."""
+"""Exported configurations that can run here, run: loss and gradients beside the original's, and a tool's own reader.
+
+``benchmarks/exporters.py`` records what ``test_exported`` runs.
+"""
 
 from __future__ import annotations
 
 import json
+import tempfile
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +22,12 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.distributed import DistributedConfig
 
+import autopar
+from autopar import ClusterSpec
+from autopar.measure.local_processes import LocalProcesses
 from autopar.verification.float64 import exact
+from planner.interchange import accelerate
+from planner.plan.export.export import Export
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -79,6 +91,52 @@ def exactly(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return called
+
+
+PINS: dict[str, dict[str, dict[str, Any]]] = {
+    "fsdp2": {
+        "copies and shards, recomputing": {
+            **{"replicate": 2, "data": 2, "zero": 3, "recompute": "full", "micro_batches": 2},
+        },
+        "tensor, recomputing": {"data": 2, "tensor": 2, "zero": 1, "recompute": "selective", "micro_batches": 2},
+        "tensor and sequence, sharded": {
+            **{"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3, "recompute": "full", "micro_batches": 1},
+        },
+        "interleaved, sharded": {"pipeline": 2, "data": 2, "zero": 1, "micro_batches": 4, "virtual_stages": 2},
+    },
+    "hf": {"tensor, sharded": {"data": 2, "tensor": 2, "zero": 3, "micro_batches": 1}},
+}
+"""Format -> what is run of it, and the pins of its plan for four processes."""
+
+
+def exporting() -> LocalProcesses:
+    """Four processes."""
+    return LocalProcesses(4, ("torch", "tests.autopar.exported"), timeout_s=60)
+
+
+def four_devices() -> ClusterSpec:
+    """Whose messages begin at once, so that small ones are sent as large ones would be."""
+    described = ClusterSpec.local(4).to_dict()
+    described["levels"][0]["latency_s"] = 1e-9
+    return ClusterSpec.from_dict(described)
+
+
+def gradients_alike(processes: LocalProcesses, to: str, name: str) -> int:
+    """Run one of :data:`PINS`; how many gradients all processes, or all those of a pipeline together, found alike."""
+    pin = PINS[to][name]
+    model = decoder().float()  # in float64, plans would gather what norms cast to less
+    plan = autopar.plan(model, four_devices(), example_kwargs=batch(), pin=pin, time_limit_s=10)
+    exported = plan.export(to, time_limit_s=1)
+    text = exported.text
+    if to == "fsdp2":
+        assert exported.description.sequence_parallel == pin.get("sequence_parallel", False)
+        count, rest = divmod(sum(processes.run(run_fsdp2, text)) * pin.get("pipeline", 1), 4)
+        assert not rest
+        return count
+    with tempfile.TemporaryDirectory() as folder:
+        model: Any = decoder()
+        model.save_pretrained(folder)
+        return min(processes.run(run_hf, text, folder))
 
 
 def run_hf(text: str, folder: str) -> int:
@@ -163,3 +221,104 @@ def count_heads(attention: Any) -> None:
         return attention.o_proj(mixed.transpose(1, 2).reshape(*hidden_states.shape[:2], -1)), None
 
     attention.forward = forward
+
+
+# ---- tools that read -------------------------------------------------------------------------------------------------
+
+PLANS = ("dense", "pipelined", "sequence", "sparse")
+EXPORTED = Path(__file__).parents[1] / "planner" / "golden" / "export"
+"""Where plans of eight devices lie."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What reads a format.
+
+    Attributes:
+        module: that has to be there.
+        package: that it is of.
+        what: it is.
+        check: that it takes what is written, and reads what that means.
+        plans: of which there is something to read.
+    """
+
+    module: str
+    package: str
+    what: str
+    check: Callable[[Export], None]
+    plans: tuple[str, ...] = PLANS
+
+
+def read_by_accelerate(exported: Export) -> None:
+    """``accelerate launch`` makes its arguments of it."""
+    from accelerate.commands import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        exported.save(f"{folder}/config.yaml")
+        words = ["--config_file", f"{folder}/config.yaml", "train.py"]
+        args, _, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
+    assert args.use_fsdp and int(args.fsdp_version) == 2 and int(args.num_processes) == 8
+    sizes = accelerate.SIZES.items()
+    said = {ours: int(getattr(args, f"parallelism_config_{name}")) for name, ours in sizes}
+    assert said == {ours: getattr(exported.description, ours) for _, ours in sizes}
+    assert (str(args.fsdp_reshard_after_forward).lower() == "true") == (exported.description.zero == 3)
+
+
+def read_by_deepspeed(exported: Export) -> None:
+    """As on the first of so many ranks that share the batch."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    said, description = json.loads(exported.text), exported.description
+    ranks = types.SimpleNamespace(get_data_parallel_world_size=lambda: description.batch_ranks)
+    with patch("deepspeed.comm.get_rank", return_value=0):
+        found = DeepSpeedConfig(said, mpu=ranks)
+    assert found.zero_config.stage == description.zero
+    assert found.gradient_accumulation_steps == description.micro_batches
+    assert found.train_batch_size == description.batch
+
+
+def read_by_megatron(exported: Export) -> None:
+    """Stages are of as many layers."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    words, description = exported.text.split(), exported.description
+    layout = words[words.index("--pipeline-model-parallel-layout") + 1].strip('"')
+    found = PipelineParallelLayerLayout.from_str(layout, description.pipeline)
+    ranks = [[sum(layer.name == "decoder" for layer in stage) for stage in rank] for rank in found.layout]
+    stages = [count for virtual in zip(*ranks, strict=True) for count in virtual]
+    assert tuple(stages) == description.stage_layers
+
+
+def read_by_torchtitan(exported: Export) -> None:
+    """Its dataclasses have slots, so that no other field can be set; what holds them imports kernels of a GPU."""
+    from torchtitan.config import ParallelismConfig, TrainingConfig
+
+    said, description = types.ModuleType("exported"), exported.description
+    trainer = types.SimpleNamespace(Trainer=types.SimpleNamespace(Config=object))
+    with patch.dict("sys.modules", {"torchtitan.trainer": trainer}):
+        exec(compile(exported.text, "exported.py", "exec"), said.__dict__)
+    config = types.SimpleNamespace(training=TrainingConfig())
+    found = said.parallelized(config)
+    assert vars(found).keys() == {"parallelism", "training", "activation_checkpoint"}
+    assert isinstance(found.parallelism, ParallelismConfig)
+    assert (found.training.global_batch_size, found.training.seq_len) == (description.batch, description.sequence)
+    degrees = found.parallelism.tensor_parallel_degree, found.parallelism.pipeline_parallel_degree
+    assert degrees == (description.tensor, description.pipeline)
+    assert (found.activation_checkpoint is None) == (description.recompute == "none")
+
+
+READERS = {
+    "accelerate": Reader(
+        "accelerate.commands.launch", "accelerate", "the parser of `accelerate launch`", read_by_accelerate
+    ),
+    "deepspeed": Reader("deepspeed.runtime.config", "deepspeed", "`DeepSpeedConfig`", read_by_deepspeed),
+    "megatron": Reader(
+        "megatron.core.transformer.pipeline_parallel_layer_layout",
+        "megatron_core",
+        "its reader of layouts of stages",
+        read_by_megatron,
+        ("pipelined",),
+    ),
+    "torchtitan": Reader("torchtitan.config", "torchtitan", "its dataclasses", read_by_torchtitan),
+}
+"""Format -> what reads it."""

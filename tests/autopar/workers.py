@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ from planner.base.errors import InputError, PinError, PlanError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
 from tests.autopar import models
+from tests.autopar.captured_once import captured_once, made
 from tests.autopar.in_flight import InFlight
 
 Batch = dict[str, Tensor]
@@ -122,9 +124,9 @@ def crowded(dropout: float = 0.0) -> nn.Module:
     return model
 
 
-def qwen2_moe(dropout: float = 0.0) -> nn.Module:
-    """Experts beside a shared one, which is computed while tokens are on their way."""
-    model = models.qwen2_moe()
+def of_zoo(build: Callable[[], nn.Module], dropout: float = 0.0) -> nn.Module:
+    """Of Qwen2-MoE's and DeepSeek's experts one is shared, which is computed while tokens are on their way."""
+    model = build()
     model.config.use_cache, model.config.attention_dropout = False, dropout  # type: ignore[union-attr]
     return model
 
@@ -150,14 +152,21 @@ class Spectral(nn.Module):
 
 
 MODELS: dict[str, Callable[[float], nn.Module]] = {"mlp": mlp, "gpt2": gpt2, "llama": llama, "spectral": Spectral}
-EXPERTS: dict[str, Callable[[float], nn.Module]] = {"mixtral": mixtral, "crowded": crowded, "qwen2-moe": qwen2_moe}
+EXPERTS: dict[str, Callable[[float], nn.Module]] = {
+    "mixtral": mixtral,
+    "crowded": crowded,
+    "qwen2-moe": partial(of_zoo, models.qwen2_moe),
+    "qwen3-moe": partial(of_zoo, models.qwen3_moe),
+    "deepseek-v3": partial(of_zoo, models.deepseek_v3),
+    "gpt-oss": partial(of_zoo, models.gpt_oss),
+}
 """Where tokens go to experts."""
 
 
 def model_of(name: str, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
     model = (MODELS | EXPERTS)[name](dropout).train()
-    return twin(model) if dtype == torch.float64 else model.to(dtype)
+    return made(twin(model) if dtype == torch.float64 else model.to(dtype), name, dropout)
 
 
 def batch_of(name: str, seed: int = 1, dtype: torch.dtype = torch.float64) -> Batch:
@@ -204,12 +213,14 @@ def plan_of(
     """A plan as the document that every rank is given; made by the parent, once."""
     model, batch = model_of(name, dropout, dtype), batch_of(name, dtype=dtype)
     cluster = cluster or cluster_of(ranks)
-    return autopar.plan(model, cluster, example_kwargs=batch, loss_fn=loss_fn, pin=pin).to_dict()
+    with captured_once():
+        return autopar.plan(model, cluster, example_kwargs=batch, loss_fn=loss_fn, pin=pin).to_dict()
 
 
 def parallel(model: nn.Module, document: Mapping[str, Any], batch: Batch, **options: Any) -> ParallelModule:
     plan = Plan.from_dict(document)
-    return autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch, loss_fn=loss_fn, **options)
+    with captured_once():
+        return autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch, loss_fn=loss_fn, **options)
 
 
 def whole(value: Tensor) -> Tensor:

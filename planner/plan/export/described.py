@@ -27,7 +27,7 @@ from planner.plan.document.axis_uses import (
     work_of,
 )
 from planner.plan.document.document import EVALUATE, Document
-from planner.plan.export.shared_layers import shared_layers
+from planner.plan.export.shared_layers import along_sequence, shared_layers
 
 WAYS = {QUERY: "gather", ZIGZAG: "zigzag_gather", RING: "ring", ZIGZAG_RING: "zigzag"}
 SHOWN = 3
@@ -70,6 +70,7 @@ def described(document: Document) -> tuple[Parallelism, list[Lost]]:
             stored=dtypes.get("parameters", "float32").partition(",")[0],
             offload={"auto": "host"}.get(document.offload, document.offload),
             products=shared_layers(document, axes, lost),
+            along_sequence=along_sequence(document, axes),
             batch=shape[0] if shape else None,
             sequence=shape[1] if len(shape) > 1 else None,
             layers=len(layers.numbers) or None,

@@ -45,6 +45,31 @@ def shared_layers(document: Document, axes: Sequence[int], lost: list[Lost]) -> 
     return _numbers_left_out(found)
 
 
+def along_sequence(document: Document, axes: Sequence[int]) -> dict[str, str]:
+    """Module of which each rank uses the weight with some tokens -> along which dim, and whether the result is gathered
+    (:attr:`planner.interchange.parallelism.Parallelism.along_sequence`).
+    """
+    found: dict[str, str] = {}
+    for block, detail in zip(document.blocks, document.account.blocks, strict=False):
+        for name, op in detail.ops.items():
+            if name in block.ops and op.path and _is_own_all(op) and op.results:
+                for at in axes:
+                    layout = op.results[0].split()[at]
+                    if op.meaning[at] == "sequence" and layout.startswith("S("):
+                        moves = [
+                            *op.after,
+                            *(m for reader in detail.ops.values() for m in reader.before if m.value == name),
+                        ]
+                        kind = "gathered along" if any(_gathers(move, at) for move in moves) else "along"
+                        found[op.path] = f"{kind} {layout[2:-1].partition(',')[0]}"
+    return _numbers_left_out(found)
+
+
+def _is_own_all(op: OpDetail) -> bool:
+    """Whether it reads parameters, and all are of its module."""
+    return bool(op.parameters) and all(_is_own(name, {op.path}) for name in op.parameters)
+
+
 def _is_own(parameter: str, paths: set[str]) -> bool:
     """Whether a parameter is called after the module that reads it."""
     return all(parameter.startswith(f"{path}.") for path in paths)

@@ -9,6 +9,7 @@ from torch import nn
 
 import autopar
 from autopar.capture.capture import capture
+from autopar.capture.hooks import check_hooks
 from autopar.operators.attention import attention
 from tests.autopar.models import labels, tokens
 from tests.autopar.verification.test_context import gemma2, text
@@ -56,3 +57,11 @@ def test_weights_are_returned_to_who_asks_for_them() -> None:
     asked.config.output_attentions = True
     hooked.model.layers[0].self_attn.register_forward_hook(lambda *_: None)  # type: ignore[index, union-attr]
     assert (len(caps(asked)), len(caps(hooked))) == (0, 1)
+
+
+def test_a_model_that_was_asked_for_weights_before_is_captured_as_one_that_was_not() -> None:
+    model = gemma2()
+    model(**text(), output_attentions=True)
+    assert model.model.layers[0].self_attn._forward_hooks  # type: ignore[index, union-attr]
+    assert caps(model) == [(1.0, 6), (1.0, None)]
+    assert not check_hooks(model)

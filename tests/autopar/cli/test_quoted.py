@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,10 @@ def _head(line: str) -> str:
 
 @pytest.fixture(scope="module")
 def offloaded() -> Callable[..., Plan]:
-    """Plan the example of the page on offload with a pin."""
+    """Plan the example of the page on offload with a pin; the same once."""
     names = example(OFFLOAD)
     exec(re.findall(r"^cluster = .*$", OFFLOAD.read_text(encoding="utf-8"), flags=re.MULTILINE)[0], names)
-    return lambda **pin: autopar.plan(names["model"], names["cluster"], example_kwargs=names["batch"], pin=pin)
+    return cache(lambda **pin: autopar.plan(names["model"], names["cluster"], example_kwargs=names["batch"], pin=pin))
 
 
 def test_the_page_on_offload_shows_todays_plan(offloaded: Callable[..., Plan]) -> None:

@@ -5,7 +5,6 @@ The processes start once; what they do is in ``workers.py``. A case is a model, 
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -40,34 +39,30 @@ BY_MODULE = {"transformer.wte": 0, "transformer.wpe": 2, "*.ln_?": 0, "transform
 STREAMED = {"*.up_proj": {"tensor": "n.ring"}, "*.down_proj": {"tensor": "k.ring"}}
 CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("mlp", {"data": 4, "zero": 3}, 4),
-    ("mlp", {"data": 2, "tensor": 2}, 4),
     ("gpt2", None, 4),
-    ("gpt2", {"data": 4}, 4),
     ("gpt2", {"data": 2, "zero": BY_MODULE}, 2),
     ("gpt2", {"zero": {"transformer.h.0.*": 0, "transformer.h.1.*": 3}, "recompute": "none", "pipeline": 1}, 2),
     ("gpt2", {"data": 2, "zero": BY_MODULE, "offload": "host"}, 2),
-    ("gpt2", {"tensor": 4}, 4),
     ("gpt2", {"tensor": 2, "sequence_parallel": True}, 2),
     ("gpt2", {"context": 4, "context_kind": "gather", "recompute": "resharded"}, 4),
     ("gpt2", {"tensor": [2, 2]}, 4),
     ("gpt2", {"tensor": [1, 2]}, 2),
     ("llama", {"data": 2, "context": 2, "context_kind": "ring"}, 4),
-    ("llama", {"data": 2, "tensor": 2, "zero": 3, "recompute": "full"}, 4),
     ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3, "layers": STREAMED}, 4),
     ("llama", {"replicate": 2, "data": 2, "zero": 3}, 4),
     ("spectral", {"data": 2, "zero": 3}, 2),
     ("crowded", {"expert": 4}, 4),
     ("mixtral", {"expert": 2, "offload": "host", "recompute": "full"}, 2),
-    ("gpt2", {"offload": "host"}, 1),
+    ("deepseek-v3", {"expert": 2, "tensor": 2}, 4),
+    ("qwen3-moe", {"data": 2, "expert": 2, "zero": 3}, 4),
+    ("gpt-oss", {"data": 2, "tensor": 2}, 4),
     ("llama", {"data": 2, "zero": 3, "offload": "host"}, 2),
     ("gpt2", {"replicate": 2, "data": 2, "zero": 2, "recompute": "full", "offload": "host"}, 4),
 ]
 
 
 MICRO_BATCHED_PLANS: list[tuple[str, dict[str, Any], int]] = [
-    ("gpt2", {"micro_batches": 2, "data": 2}, 2),
     ("gpt2", {"micro_batches": 4, "pipeline": 2, "tensor": 2, "schedule": "1f1b"}, 4),
-    ("llama", {"micro_batches": 4, "data": 2, "zero": 3, "recompute": "none"}, 2),
     ("llama", {"micro_batches": 4, "data": 2, "zero": 3, "recompute": "full"}, 2),
     ("llama", {"micro_batches": 2, "data": 2, "tensor": 2, "zero": 3, "recompute": "full"}, 4),
     ("gpt2", {"micro_batches": 2, "replicate": 2, "data": 2, "zero": 3}, 4),
@@ -75,7 +70,6 @@ MICRO_BATCHED_PLANS: list[tuple[str, dict[str, Any], int]] = [
     ("gpt2", {"micro_batches": 2, "data": 2, "zero": {**BY_MODULE, "transformer.wpe": 0}}, 2),
     ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": {"*.mlp.*": 1, "transformer.wte": 0}}, 4),
     ("llama", {"micro_batches": 8, "pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 2),
-    ("llama", {"micro_batches": 4, "pipeline": 4, "recompute": "full"}, 4),
     ("gpt2", {"micro_batches": 2, "pipeline": 2, "context": 2, "context_kind": "ring", "recompute": "full"}, 4),
     ("llama", {"micro_batches": 8, "pipeline": 4, "schedule": "zero_bubble"}, 4),
     ("gpt2", {"micro_batches": 4, "pipeline": 2, "schedule": "zbv"}, 2),
@@ -208,7 +202,6 @@ def documents() -> Documents:
 DATA_TENSOR, STAGES = {"data": 2, "tensor": 2}, {"micro_batches": 2, "pipeline": 2}
 WORKS: list[tuple[Callable[..., Any], str, dict[str, Any], int, float]] = [
     (workers.takes_gradients_in_every_way, "gpt2", DATA_TENSOR, 4, 0.0),
-    (workers.takes_gradients_in_every_way, "llama", {"data": 4}, 4, 0.0),
     (workers.gives_gradients_away, "gpt2", {"data": 4}, 4, 0.0),
     (workers.copies, "gpt2", DATA_TENSOR, 4, 0.5),
     (workers.copies_stages, "gpt2", {"micro_batches": 2, "pipeline": 4}, 4, 0.0),
@@ -218,13 +211,11 @@ WORKS: list[tuple[Callable[..., Any], str, dict[str, Any], int, float]] = [
     (workers.keeps_tied, "gpt2", DATA_TENSOR, 4, 0.0),
     (workers.drops_in_step, "gpt2", DATA_TENSOR, 4, 0.2),
     (workers.drops_in_step, "gpt2", {"context": 4}, 4, 0.2),
-    (workers.drops_in_step, "mlp", {"tensor": 4}, 4, 0.2),
     (workers.saves_and_loads, "gpt2", DATA_TENSOR, 4, 0.0),
     (workers.saves_and_loads, "mixtral", {"expert": 2, "tensor": 2}, 4, 0.0),
     (workers.scales_apart, "gpt2", STAGES, 2, 0.0),
-    (workers.takes_any_optimizer, "mlp", DATA_TENSOR, 4, 0.0),
-    (workers.takes_any_optimizer, "mlp", {"data": 2, "zero": 3}, 2, 0.0),
-    *((workers.initialises_meta, name, {"data": 2, "zero": 3}, 2, 0.0) for name in workers.MODELS),
+    (workers.takes_any_optimizer, "mlp", {**DATA_TENSOR, "zero": 3}, 4, 0.0),
+    *((workers.initialises_meta, name, {"data": 2, "zero": 3}, 2, 0.0) for name in ("mlp", "gpt2", "spectral")),
     (workers.refuses_wrong_inputs, "mlp", {"data": 2}, 2, 0.0),
     (workers.refuses_wrong_state_everywhere, "llama", STAGES, 2, 0.0),
     (workers.refuses_to_go_on_after_half_a_step, "llama", STAGES, 2, 0.0),
@@ -260,12 +251,14 @@ def test_what_ranks_do_without_a_plan(pool: LocalProcesses, work: Callable[..., 
 
 
 NARROW = [
-    (model, (torch.bfloat16, torch.float16)[(number + which) % 2], pin)
-    for (number, pin), (which, model) in itertools.product(
-        enumerate(workers.LOW_PRECISION_PINS), enumerate(["llama", "gpt2"])
+    *zip(
+        ("llama", "gpt2", "gpt2", "llama"),
+        (torch.bfloat16, torch.float16, torch.bfloat16, torch.float16),
+        workers.LOW_PRECISION_PINS,
+        strict=True,
     )
 ]
-"""Each pair of a model, a dtype and a pin, in half of all combinations."""
+"""Every pin, and every pair of a model and a dtype."""
 
 
 @pytest.mark.parametrize("model, dtype, pin", NARROW, ids=str)
@@ -347,7 +340,6 @@ def test_a_checkpoint_survives_a_lost_rank(pool: LocalProcesses, tmp_path: Path)
     "model, pin",
     [
         ("llama", {"tensor": 2, "pipeline": 2, "micro_batches": 2}),
-        ("mlp", {"tensor": 4}),
         ("mlp", {"replicate": 2, "data": 2, "zero": 3}),
     ],
     ids=str,

@@ -170,9 +170,7 @@ def check_calls(plan: Plan, pmodel: Any, calls: Counter[Any]) -> None:
 
 CASES: list[dict[str, Any]] = [
     {"micro_batches": 2},
-    {"micro_batches": 4, "pipeline": 2, "schedule": "1f1b", "recompute": "none"},
     {"micro_batches": 4, "pipeline": 2, "schedule": "zero_bubble", "recompute": "full"},
-    {"micro_batches": 2, "pipeline": 2, "data": 2, "recompute": "full"},
     {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 3},
     {"micro_batches": 1, "pipeline": 2, "data": 2},
 ]

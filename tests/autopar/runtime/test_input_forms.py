@@ -43,7 +43,7 @@ def pool() -> Iterator[LocalProcesses]:
 UNEVEN, HALF, ONE = batch_of(3), batch_of(4), batch_of(1)
 MASKED, OUTPUTS, SHORT = batch_of(6, 8, mask=True), batch_of(1, labels=False), batch_of(3, 10, labels=False)
 CASES: list[tuple[dict[str, Any], int, list[Batch], list[Batch]]] = [
-    ({"data": 2, "tensor": 2, "sequence_parallel": True, "zero": 3}, 4, [UNEVEN], [OUTPUTS]),
+    ({"tensor": 2, "sequence_parallel": True}, 2, [UNEVEN], [OUTPUTS]),
     ({"data": 2, "zero": 3}, 2, [HALF, MASKED], [SHORT]),
     ({"context": 2}, 2, [UNEVEN, MASKED], []),
     ({"data": 2, "micro_batches": 2}, 2, [HALF, UNEVEN, MASKED], []),

@@ -31,14 +31,10 @@ from planner.formulation.training import Training
 from tests.autopar import workers
 
 CASES: list[tuple[str, dict[str, Any], int]] = [
-    ("gpt2", {"micro_batches": 4, "pipeline": 2, "tensor": 2}, 4),
     ("gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "tensor": 2, "zero": 3}, 8),
-    ("llama", {"micro_batches": 8}, 1),
     ("llama", {"micro_batches": 2, "tensor": 2, "sequence_parallel": True}, 2),
     ("llama", {"micro_batches": 4, "pipeline": 4, "data": 2, "recompute": "full"}, 8),
     ("llama", {"micro_batches": 1, "pipeline": 2, "tensor": 2}, 4),
-    ("gpt2", {"micro_batches": 2, "replicate": 2, "data": 2, "zero": 3, "recompute": "full"}, 4),
-    ("gpt2", {"micro_batches": 2, "data": 2, "tensor": 2, "zero": 3, "recompute": "full"}, 4),
     (
         "llama",
         {"micro_batches": 4, "pipeline": 2, "data": 2, "zero": 3, "schedule": "zero_bubble", "recompute": "full"},

@@ -26,10 +26,9 @@ from planner.solve.transfers.table import ACTIONS
 from tests.autopar import beside_the_loss, carried, drawn, on_disk, updated
 
 CASES: list[tuple[str, dict[str, Any], int, int]] = [  # the last: how many budgets
-    ("mlp", {"data": 2, "zero": 0}, 2, 4),
+    ("mlp", {"data": 2, "zero": 0}, 2, 2),
     ("gpt2", {}, 1, 2),
     ("shared-layers", {"tensor": 2, "recompute": "full"}, 2, 2),
-    ("t5", {"data": 2, "zero": 3}, 2, 1),
     ("functional-gpt", {"micro_batches": 4}, 1, 2),
     ("shared-layers", {"data": 2, "zero": 3, "micro_batches": 2, "recompute": "full", "activations": "all"}, 2, 2),
     ("encoder", {"pipeline": 2, "micro_batches": 4, "schedule": "1f1b", "activations": "all"}, 2, 2),
@@ -54,7 +53,7 @@ def test_any_transfer_schedule_computes_the_same(
 ) -> None:
     document = carried.plan_of(name, pin, ranks).to_dict()
     draw = random.Random(name)
-    shares = [draw.random() * most for most in (0.1, 0.0, 0.6, 0.3)[:budgets]]
+    shares = [draw.random() * most for most in (0.1, 0.0)[:budgets]]
     pool.run(carried.trains_under_any_transfer_schedule, name, document, shares, carried.trains_as_planned, ranks=ranks)
 
 

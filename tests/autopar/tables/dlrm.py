@@ -15,6 +15,7 @@ import autopar
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
+from tests.autopar.captured_once import captured_once, made
 
 BATCH, DENSE, FEATURES = 16, 4, 8
 SIZES = ((8, 1, "one"), (20, 3, "sum"), (4, 1, "one"), (12, 2, "mean"), (32, 2, "each"), (16, 1, "sum"))
@@ -79,7 +80,9 @@ def nodes_of_two() -> ClusterSpec:
 
 def model() -> Dlrm:
     torch.manual_seed(0)
-    return Dlrm(Tables(SIZES)).double()
+    found = Dlrm(Tables(SIZES)).double()
+    made(found, "dlrm")
+    return found
 
 
 def batch(seed: int = 1) -> dict[str, Tensor]:
@@ -93,7 +96,13 @@ def batch(seed: int = 1) -> dict[str, Tensor]:
 
 
 def planned(pin: Mapping[str, Any]) -> Plan:
-    return autopar.plan(model(), nodes_of_two(), example_kwargs=batch(), pin=pin)
+    with captured_once():
+        return autopar.plan(model(), nodes_of_two(), example_kwargs=batch(), pin=pin)
+
+
+def parallel(model: nn.Module, plan: Plan) -> Any:
+    with captured_once():
+        return autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch())
 
 
 def same(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -112,7 +121,7 @@ def trains_as_the_original(document: Mapping[str, Any]) -> float:
     """Three steps of Adam: losses, gradients and weights; a state dict goes out and in; a smaller batch comes."""
     original, plan = model(), Plan.from_dict(document)
     before = copy.deepcopy(original.state_dict())
-    pmodel = autopar.parallelize(original, nodes_of_two(), plan=plan, example_kwargs=batch())
+    pmodel = parallel(original, plan)
     ours = pmodel.optimizer(torch.optim.Adam, lr=0.1, groups=[{"params": ["tables.emb.*"], "lr": 0.2}])
     if any(len(slabs.tables) > 1 and "tables.emb.0.weight" in slabs.tables for slabs in pmodel.slabs):
         with pytest.raises(InputError, match="groups part embedding tables that lie in one slab"):
@@ -179,7 +188,7 @@ def goes_on_elsewhere(documents: Sequence[Mapping[str, Any]], folder: str) -> No
 
 
 def looks_up_what_is_not_there(document: Mapping[str, Any]) -> None:
-    pmodel = autopar.parallelize(model(), nodes_of_two(), plan=Plan.from_dict(document), example_kwargs=batch())
+    pmodel = parallel(model(), Plan.from_dict(document))
     ids = batch()
     ids["ids"][3, 2] = 20
     pmodel(**pmodel.shard(ids))

@@ -35,12 +35,10 @@ def images() -> Batch:
 
 CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]] = [
     (models.gpt2, models.text, {"tensor": [2, 2], "data": 2, "zero": 3, **ADDED}),
-    (models.gpt2, models.text, {"tensor": [2, 2, 2]}),
     (models.llama, models.text, {"tensor": [2, 2], **PANELS}),
     (models.llama, models.text, {"tensor": 2, "data": 2, "zero": 3, "layers": RINGS}),
     (models.llama, models.text, {"tensor": [2, 2], "depth": 2}),
     (models.llama, models.text, {"tensor": [1, 2], "pipeline": 2, "micro_batches": 2}),
-    (models.vit, images, {"tensor": [2, 2], "depth": 2}),
     (models.vit, images, {"tensor": [2, 2, 2]}),
 ]
 

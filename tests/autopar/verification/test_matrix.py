@@ -31,7 +31,6 @@ CELLS = [
     ("mixtral", "2x2", "random 0"),
     ("mixtral", "2x2", "expert x tensor"),
     ("qwen2-moe", "2x2", "data x tensor, zero 3"),
-    ("qwen2-moe", "2", "random 1"),
     ("qwen3-moe", "4", "tensor + sequence"),
     ("qwen3-moe", "2x2", "data x expert"),
     ("deepseek-v3", "2x4", "data x expert"),
@@ -53,7 +52,6 @@ CELLS = [
     ("shared-layers", "4", "data, zero 3"),
     ("widenet", "4", "expert"),
     ("widenet", "2x2", "data x tensor, zero 3"),
-    ("unknown-op", "2x4", "data x tensor, zero 3"),
     ("unknown-op", "4", "data"),
     ("unknown-op", "2", "search"),
 ]

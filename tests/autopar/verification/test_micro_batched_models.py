@@ -347,7 +347,6 @@ CASES: list[tuple[str, Pin]] = [
     ("llama", pinned(2, 4, "interleaved_1f1b")),
     ("gpt-oss", pinned(2, 2, "zero_bubble", expert=2)),
     ("bert", pinned(4, 2, "1f1b")),
-    ("t5", pinned(4, 4, "1f1b")),
     ("t5", pinned(2, 2, "zero_bubble", data=2, zero=3)),
     ("vit", pinned(2, 2, "1f1b", recompute="full")),
     ("unet", pinned(2, 4, "1f1b")),

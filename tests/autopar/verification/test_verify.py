@@ -30,7 +30,7 @@ from planner.formulation.resharding import Collective
 from planner.ir.layout import Mesh
 from planner.ops import OPS
 from planner.plan.plan import Plan
-from tests.autopar.models import MLP, MODELS, llama
+from tests.autopar.models import MLP, MODELS, OfFloat32, llama
 
 QUICK = {"time_limit_s": 5.0}
 
@@ -335,6 +335,23 @@ def test_what_does_not_run_in_float64_is_verified_as_it_is() -> None:
     )
     assert re.search(r"largest relative error [\d.e-]+ of [\d.e-]+ \(", str(found))
     assert "in float64 the model does not run: RuntimeError: Expected inputs of BF16 type" in str(found)
+
+
+class Unprepared(nn.Linear):
+    """Fails in float64 for want of something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("there is no table of that length")
+        return super().forward(x).square().mean()
+
+
+def test_only_an_error_of_dtypes_says_that_a_model_does_not_run_in_float64() -> None:
+    batch = {"x": torch.randn(4, 8)}
+    found = verify(OfFloat32(8, 8), ClusterSpec.local(2), example_kwargs=batch, **QUICK)
+    assert "the model does not run: AssertionError: assert x.dtype == torch.float32" in str(found)
+    with pytest.raises(InputError, match=r"x float64 4x8(.|\n)*RuntimeError: there is no table"):
+        verify(Unprepared(8, 8), ClusterSpec.local(2), example_kwargs=batch, **QUICK)
 
 
 def test_a_tolerance_is_that_of_rounding() -> None:

@@ -55,6 +55,7 @@ def descriptions(count: int) -> Iterator[Parallelism]:
             stored=draw.choice(("float64", "float32", "bfloat16", "float16")),
             offload=draw.choice(("none", "none", "host", "disk")),
             products=LINEAR if degrees["tensor"] > 1 else {},
+            along_sequence={"model.layers.*.norm": "gathered along 1"} if draw.random() < 0.5 else {},
             batch=1024,
             sequence=2048,
             layers=layers,

@@ -10,8 +10,11 @@ from dataclasses import replace
 import pytest
 
 from planner.base.errors import ConfigError, InputError
+from planner.cost.cluster import ClusterSpec
+from planner.formulation.training import Training
 from planner.interchange.formats import FORMATS
 from planner.interchange.parallelism import WORDS, resolved
+from planner.interchange.pricing import cost_of, searched
 from planner.plan.export.described import described
 from planner.plan.plan import Plan
 from tests.planner.plans import GOLDEN, check_golden, plan_of, residual_mlp
@@ -84,6 +87,20 @@ def test_what_fits_in_no_way_is_said_to_have_no_price() -> None:
     assert exported.price is None
     assert "budget" in exported.why_not or "memory" in exported.why_not
     assert "the configuration has none" in exported.report
+
+
+def test_what_fits_with_model_data_on_the_host_alone_is_not_priced_so() -> None:
+    graph, pin = residual_mlp(layers=4, batch=64), {"pipeline": 4, "micro_batches": 2, "data": 1, "offload": "none"}
+    plan = plan_of(graph, ClusterSpec.local(4, "1 GiB", cores=2, host_memory_bytes="1 GiB"), pin)
+    assert plan.assignment is not None
+    price = plan.export("deepspeed").price
+    assert price is not None
+    small = ClusterSpec.local(4, int(price.peak_bytes * 0.8), cores=2, host_memory_bytes="1 GiB")
+    exported = replace(plan, cluster=small, decided=plan.assignment).export("deepspeed")
+    on_host = searched(graph, small, replace(exported.description, offload="host"), Training(), time_limit_s=10)
+    assert cost_of(on_host).peak_bytes < price.peak_bytes
+    assert exported.description.offload == "none" and exported.price is None
+    assert "on the host" not in exported.why_not
 
 
 def test_what_would_leave_ranks_without_samples_is_refused() -> None:
