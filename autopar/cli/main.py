@@ -78,7 +78,7 @@ DType = Annotated[
 TimeLimit = Annotated[float, typer.Option(min=1, help="Seconds after which the search returns the best so far.")]
 Trace = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write the step of a micro-batched plan here, as a trace that Perfetto opens."),
+    typer.Option(metavar="FILE", help="Write the predicted step here, as a trace that Perfetto opens."),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that autopar plan --out wrote.")]
 Checkpoint = Annotated[Path, typer.Argument(metavar="PATH", help="What autopar.save_checkpoint wrote.")]
@@ -182,7 +182,7 @@ def show(
     block: Annotated[
         str | None, typer.Option(metavar="NAME", help="List every operator of this distinct block.")
     ] = None,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Draw the step of a micro-batched plan.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Draw the predicted step.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
     trace: Trace = None,
 ) -> None:

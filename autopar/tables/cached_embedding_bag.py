@@ -22,13 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.operators.embedding_slabs import checked_ids
 from autopar.tables.row_optimizers import ROW_OPTIMIZERS, Name
+from autopar.tables.table_home import PIECE, TableHome
 from planner.base.errors import InputError
 from planner.tables.cached_rows import CachePrediction, predict_cache
 from planner.tables.embedding_table import EmbeddingTable
 
 ABSENT = -1
-PIECE = 2**18
-"""Rows that are initialised at a time."""
 
 
 @dataclass
@@ -129,13 +128,8 @@ class CachedEmbeddingBag(nn.Module):
         self.moved = MovedRows()
         widths = (table.features, *self._optimizer.widths(table.features))
         self._columns = [slice(*pair) for pair in pairwise(accumulate(widths, initial=0))]
-        shape = table.rows, sum(widths)
-        if path is None:
-            self._home = torch.empty(shape, dtype=dtype)
-        else:
-            size = shape[0] * shape[1]
-            self._home = torch.from_file(os.fspath(path), shared=True, size=size, dtype=dtype).view(shape)
-        self._cache = torch.zeros(capacity, shape[1], dtype=dtype, device=device)
+        self._home = TableHome(table.rows, table.features, sum(widths), dtype, path)
+        self._cache = torch.zeros(capacity, sum(widths), dtype=dtype, device=device)
         self._slot_of = torch.full((table.rows,), ABSENT)
         self._row_in = torch.full((capacity,), ABSENT)
         self._is_updated = torch.zeros(capacity, dtype=torch.bool)
@@ -159,12 +153,12 @@ class CachedEmbeddingBag(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As ``nn.EmbeddingBag`` does, with a new optimizer state."""
+        """Standard normal weights, as ``nn.EmbeddingBag`` has, with a new optimizer state.
+
+        They follow from one number that torch's generator draws, and each row's are made when it is first fetched.
+        """
         self._settle()
-        features = self._columns[0]
-        for first in range(0, self.table.rows, PIECE):
-            self._home[first : first + PIECE, features].normal_()
-            self._home[first : first + PIECE, features.stop :] = 0
+        self._home.begin(int(torch.randint(2**63 - 1, ())))
         self._begin()
 
     @torch.no_grad()
@@ -174,10 +168,9 @@ class CachedEmbeddingBag(nn.Module):
         Raises:
             InputError: they have another shape or dtype.
         """
-        self._check_like(weight, self._home[:, self._columns[0]], "weights")
+        self._check_like(weight, self.table.features, "weights")
         self._settle()
-        self._home[:, self._columns[0]] = weight
-        self._home[:, self._columns[0].stop :] = 0
+        self._home.fill(weight)
         self._begin()
 
     def _begin(self, steps: int = 0) -> None:
@@ -188,19 +181,20 @@ class CachedEmbeddingBag(nn.Module):
         self._heat_in.fill_(ABSENT)
         self._is_updated.zero_()
         if not self._is_counted:
-            rows = self._heat.topk(self.capacity).indices
-            self._put(rows, torch.arange(self.capacity), self._home[rows])
+            hottest = self._heat.topk(self.capacity).indices
+            for rows, slots in zip(hottest.split(PIECE), torch.arange(self.capacity).split(PIECE), strict=True):
+                self._put(rows, slots, self._home[rows])
 
     @property
     def weight(self) -> Tensor:
-        """All weights ``[rows, features]``, as they are at home after :meth:`write_back`."""
+        """All weights ``[rows, features]``, as they are at home after :meth:`write_back`; a file is then full."""
         self.write_back()
-        return self._home[:, self._columns[0]]
+        return self._home.whole()[:, self._columns[0]]
 
     def get_extra_state(self) -> dict[str, Any]:
         """The table with the optimizer's state, for ``state_dict``."""
         self.write_back()
-        return {"rows": self._home, "steps": self._steps}
+        return {"rows": self._home.whole(), "steps": self._steps}
 
     @torch.no_grad()
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -209,21 +203,22 @@ class CachedEmbeddingBag(nn.Module):
         Raises:
             InputError: it is of another.
         """
-        self._check_like(state["rows"], self._home, "weights with the optimizer's state")
+        self._check_like(state["rows"], self._cache.shape[1], "weights with the optimizer's state")
         self._settle()
-        self._home.copy_(state["rows"])
+        self._home.fill(state["rows"])
         self._begin(state["steps"])
 
-    def _check_like(self, given: Tensor, own: Tensor, what: str) -> None:
-        if given.shape != own.shape or given.dtype != own.dtype:
+    def _check_like(self, given: Tensor, width: int, what: str) -> None:
+        shape, dtype = (self.table.rows, width), self._cache.dtype
+        if given.shape != shape or given.dtype != dtype:
             raise InputError(
-                f"table {self.table.name!r} takes {what} of shape {list(own.shape)} in {own.dtype}, not "
+                f"table {self.table.name!r} takes {what} of shape {list(shape)} in {dtype}, not "
                 f"{list(given.shape)} in {given.dtype}: make the table with their sizes, dtype and optimizer"
             )
 
     def predict(self, batch: int) -> CachePrediction:
         """What batches of so many samples are expected to move, by the histogram."""
-        kept = self._home.shape[1] / self.table.features - 1
+        kept = self._cache.shape[1] / self.table.features - 1
         return predict_cache(self.table, self.capacity, batch, kept)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -343,7 +338,7 @@ class CachedEmbeddingBag(nn.Module):
         if torch.equal(fetching.rows, missing):
             return values
         found = torch.isin(missing, fetching.rows)
-        fetched = self._home.new_empty(len(missing), self._home.shape[1])
+        fetched = values.new_empty(len(missing), values.shape[1])
         fetched[found] = values[torch.isin(fetching.rows, missing)]
         fetched[~found] = self._submit(lambda: self._home[missing[~found]]).result()
         return fetched

@@ -100,13 +100,13 @@ class ParetoCurve(Generic[AnyPlan]):
 
     def _repr_html_(self) -> str:
         """The curve; its points can be chosen, and show what their plans do."""
-        from planner.plan.report.pareto import fragment
+        from planner.plan.page.curve import fragment
 
         return fragment(self.plan, self.points, STOPPED[self.stopped])
 
     def to_html(self) -> str:
         """The plan's page with the curve on it, and the plans of its points as files to download."""
-        from planner.plan.report.pareto import page
+        from planner.plan.page.curve import page
 
         return page(self.plan, self.points, STOPPED[self.stopped])
 

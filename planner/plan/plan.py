@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from planner.plan.pareto import ParetoCurve
     from planner.plan.report.explain import Explanation
     from planner.plan.report.why_not import WhyNot
+    from planner.plan.timeline.rank_memory import RankMemory
     from planner.search.branch_and_bound import Searched
     from planner.search.search_context import Progress
     from planner.sizes.closed_form import Formulas
@@ -160,14 +161,14 @@ class Plan(Document):
         return sentence(self)
 
     def to_html(self) -> str:
-        """A page of its own that needs nothing else."""
-        from planner.plan.report import page
+        """A page of its own that needs nothing else: the step over time, memory, the model, collectives, the search."""
+        from planner.plan.page import page
 
         return page(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from planner.plan.report import fragment
+        from planner.plan.page import fragment
 
         return fragment(self)
 
@@ -234,6 +235,21 @@ class Plan(Document):
             raise PlanError(WITHOUT_GRAPH)
         staged = restage(self, self.assignment)
         return usage(self.assignment).fullest if staged is None else peak_micro_batched(self.assignment, staged)
+
+    @cached_property
+    def memory_over_step(self) -> tuple[RankMemory, ...]:
+        """What is alive through a step, stretch by stretch of :meth:`timeline`: on the one rank that stands for all; of
+        a pipeline on those that hold most and least, the first and the last.
+
+        Raises:
+            PlanError: the plan was read from a file, without its model, and no model data moves; or has no timeline.
+            ScheduleError: as :meth:`timeline`.
+        """
+        from planner.plan.timeline.memory import memory_over_step
+
+        if self.transfer_schedules or self.assignment is None:
+            return super().memory_over_step
+        return memory_over_step(self.assignment, restage(self, self.assignment), self.timeline())
 
     def export(self, to: str, *, time_limit_s: float = 10.0) -> Export:
         """This plan as a configuration of another tool, what of it that does not say, and what the difference costs.

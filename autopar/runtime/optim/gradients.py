@@ -89,7 +89,7 @@ class InFile(Gradient):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Raises :class:`planner.base.errors.DiskError`: the file cannot be read."""
-        if func in Gradient.special:
+        if func in _ASKED:
             for each in pytree.tree_leaves((args, kwargs)):
                 if isinstance(each, InFile) and each.holders.disk is not None:
                     each.holders.disk.ask([each._local_tensor], READ, "gradients")
@@ -171,13 +171,25 @@ def _unscale(func: Any, gradients: list[Any], found_inf: Tensor, inv_scale: Tens
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
 
 
-_NORMS = (torch.linalg.vector_norm, torch.norm, Tensor.norm)
+def _on_parts(func: Any, *values: list[Tensor], **options: Any) -> None:
+    """Update what this rank holds, element by element, where all of it is laid out alike; to find that out anew takes
+    DTensor longer than to update what is small.
+    """
+    specs = ([each._spec for each in one if isinstance(each, DTensor)] for one in zip(*values[:4], strict=True))
+    if all(len(one) in (0, 4) and all(spec is one[0] or spec == one[0] for spec in one) for one in specs):
+        values = tuple([each._local_tensor if isinstance(each, DTensor) else each for each in one] for one in values)
+    func(*values, **options)
 
-Gradient.special = {
+
+_NORMS = (torch.linalg.vector_norm, torch.norm, Tensor.norm)
+_ASKED = {
     **dict.fromkeys(_NORMS, _norm),
     torch._foreach_norm: _norm_of_each,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }
+"""What is asked of all holders."""
+
+Gradient.special = {**_ASKED, torch._fused_adam_: _on_parts, torch._fused_adamw_: _on_parts}
 _Norm.special = {Tensor.to: _moved, torch.stack: _stacked}
 _Norms.special = {**dict.fromkeys(_NORMS, _norm_of_all), Tensor.to: _moved}
 

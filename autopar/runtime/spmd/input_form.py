@@ -6,7 +6,8 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,8 @@ class FlatCall:
     """A call's inputs one after another, keyword inputs in the order of their names."""
 
     names: tuple[str, ...]
-    values: tuple[Any, ...]
     spec: pytree.TreeSpec
+    values: tuple[Any, ...]
 
     def with_values(self, values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Other values in the same places: (args, kwargs)."""
@@ -84,9 +85,23 @@ class FlatCall:
 
 def flat_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FlatCall:
     """Flatten a call; names are ``input_ids``, ``batch.x``, or ``0`` of the first positional input."""
-    found, spec = pytree.tree_flatten_with_path((args, {name: kwargs[name] for name in sorted(kwargs)}))
-    names = (".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path[1:]) for path, _ in found)
-    return FlatCall(tuple(names), tuple(value for _, value in found), spec)
+    in_order = {name: kwargs[name] for name in sorted(kwargs)}
+    values = (*args, *in_order.values())
+    if all(isinstance(value, Tensor) for value in values):  # nothing is nested: the form was worked out once
+        return FlatCall(*_names_and_spec(len(args), tuple(in_order)), values)
+    found, spec = pytree.tree_flatten_with_path((args, in_order))
+    return FlatCall(_names(found), spec, tuple(value for _, value in found))
+
+
+@functools.cache
+def _names_and_spec(count: int, keywords: tuple[str, ...]) -> tuple[tuple[str, ...], pytree.TreeSpec]:
+    """Those of a call with so many tensors by position, and others by these names."""
+    found, spec = pytree.tree_flatten_with_path(((0,) * count, dict.fromkeys(keywords, 0)))
+    return _names(found), spec
+
+
+def _names(found: Iterable[tuple[pytree.KeyPath, Any]]) -> tuple[str, ...]:
+    return tuple(".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path[1:]) for path, _ in found)
 
 
 def named_inputs(in_spec: pytree.TreeSpec, values: Sequence[Any]) -> dict[str, Any]:

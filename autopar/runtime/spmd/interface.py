@@ -87,9 +87,11 @@ class Interface:
                 + (f"missing: {missing}" if missing else f"unknown: {extra}")
                 + ". Plan again with example inputs of this form"
             )
-        flat, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in expected}))
-        if len(flat) != len(self.input_names):
-            raise InputError(_nested_otherwise(expected, spec, self.in_spec))
+        flat = [*args, *(kwargs[name] for name in expected)]
+        if not all(isinstance(value, Tensor) for value in flat) or len(flat) != len(self.input_names):
+            flat, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in expected}))
+            if len(flat) != len(self.input_names):
+                raise InputError(_nested_otherwise(expected, spec, self.in_spec))
         for name, value, planned in zip(self.input_names, flat, self.static_inputs, strict=True):
             if name is None and value != planned:
                 raise InputError(

@@ -69,8 +69,9 @@ def among_ranks(groups: GroupsOrMicroBatches) -> Groups:
 
 def as_partial(tensor: Tensor, groups: GroupsOrMicroBatches) -> Tensor:
     """Say that the ranks of ``groups`` hold terms of a sum."""
-    for group in among_ranks(groups):
-        tensor = spmd.reinterpret(tensor, group, src=V, dst=P)
+    if spmd.is_type_checking():
+        for group in among_ranks(groups):
+            tensor = spmd.reinterpret(tensor, group, src=V, dst=P)
     return tensor
 
 

@@ -73,10 +73,10 @@ class PeakReport:
         return "\n".join([f"{self.bytes:,} bytes in {self.at}", *rows, *more])
 
     def by_use(self) -> dict[str, int]:
-        """Bytes by use."""
+        """Bytes by use, also such that are none of :data:`USES`."""
         found = dict.fromkeys(USES, 0)
         for held in self.alive:
-            found[held.use] += held.all_bytes
+            found[held.use] = found.get(held.use, 0) + held.all_bytes
         return found
 
     @property

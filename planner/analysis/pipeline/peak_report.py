@@ -1,6 +1,7 @@
-"""Lists what is live, tensor by tensor, when the fullest pipeline rank of a micro-batched step is at its peak.
+"""Lists what is live, tensor by tensor, on a pipeline rank of a micro-batched step: when the fullest is at its peak, or
+at any other moment.
 
-``(Assignment, Staged) -> PeakReport``. What a rank holds is put together from simulated blocks
+``(Assignment, Staged, rank) -> PeakReport``. What a rank holds is put together from simulated blocks
 (:mod:`planner.analysis.pipeline.rank_memory`); here every term of that has its name, so that together they are the
 peak: leaves, gradients, what each block saved of every micro-batch in flight, messages, and what the block that runs
 has then.
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from planner.analysis.memory.block import BlockRun, Surroundings
 from planner.analysis.memory.storages import BEFORE, Held, PeakReport
@@ -33,7 +35,7 @@ def peak_micro_batched(assignment: Assignment, staged: Staged) -> PeakReport:
     Args:
         assignment: the decisions that run so; their own recomputation aside.
     """
-    return _RankReport(assignment, staged, staged.peak_rank).fullest()
+    return RankReport(assignment, staged, staged.peak_rank).fullest()
 
 
 SECOND = "what waits for gradients of weights"
@@ -45,7 +47,7 @@ COMING, SENT = "parameters on their way to another block", "gradients that are b
 OF_BLOCKS = {"coming": COMING, "sent": SENT, "parted": SECOND, "weights": WEIGHTS}
 
 
-class _RankReport:
+class RankReport:
     """One rank of a pipeline."""
 
     def __init__(self, assignment: Assignment, staged: Staged, rank: int):
@@ -56,20 +58,23 @@ class _RankReport:
         self.memories = staged.links[0].memories
         self.stages = {stage: self.alive.runs[stage] for stage in self.alive.stages_of(rank)}
         self._runs: dict[object, tuple[int, BlockRun]] = {}
+        self._watched: dict[object, tuple[str, tuple[Held, ...]]] = {}
+        self._named_alike: dict[tuple[tuple[Held, ...], int], tuple[Held, ...]] = {}
 
     def fullest(self) -> PeakReport:
-        alive = [*self._held()]
-        if self.alive.peaks_at_end(self.rank):
-            alive += [*self._gradients(1 + self.alive.before, self.stages), *self._at_end()]
-            where = f"reducing gradients{self._on_rank}"
-        else:
-            peak = self.alive.peak(self.rank)
-            what, running = self._running(peak)
-            alive += [*self._beside(peak), *self._of_stage(peak), *running]
-            where = self._where(what, peak)
-        size = sum(held.all_bytes for held in alive)
-        ordered = sorted(_merged(alive), key=lambda held: -held.all_bytes)
-        return PeakReport(size, where, tuple(ordered))
+        """The fullest moment of all."""
+        return self.at_end() if self.alive.peaks_at_end(self.rank) else self.during(self.alive.peak(self.rank))
+
+    def at_end(self) -> PeakReport:
+        """When gradients are reduced."""
+        alive = (*self._held, *self._gradients(1 + self.alive.before, self.stages), *self._at_end())
+        return _report(alive, f"reducing gradients{self._on_rank}")
+
+    def during(self, peak: Peak) -> PeakReport:
+        """At a moment of an action."""
+        what, running = self._running(peak)
+        alive = (*self._held, *self._beside(peak), *self._of_stage(peak), *running)
+        return _report(alive, self._where(what, peak))
 
     def _where(self, what: str, peak: Peak) -> str:
         each, stages = peak.beside, len(self.stages)
@@ -84,8 +89,12 @@ class _RankReport:
 
     # ---- leaves, and the end of the step -----------------------------------------------------------------------------
 
-    def _held(self) -> Iterator[Held]:
+    @cached_property
+    def _held(self) -> tuple[Held, ...]:
         """Of leaves and outputs through all of the step."""
+        return tuple(self._leaves_held())
+
+    def _leaves_held(self) -> Iterator[Held]:
         own = self.alive.blocks_of(self.rank)
         for number in own:
             yield from self._named(self.leaves.parts(number).always, number)
@@ -214,7 +223,10 @@ class _RankReport:
             around = around._replace(ends=(False,) * len(around.ends), part=each.kind)
         index = at.place if each.kind == "F" else at.place + len(self.memories.of(at.number, level, around).forward)
         watched = index, each.kind != "F" and not each.is_first
-        return BlockRun(self.assignment, at.number, level, around, watched).seen
+        key = at.number, around, watched
+        if key not in self._watched:
+            self._watched[key] = BlockRun(self.assignment, at.number, level, around, watched).seen
+        return self._watched[key]
 
     def _run_alike(self, number: int, level: Level, around: Surroundings) -> tuple[int, BlockRun]:
         """A block like this one that was simulated, with its number."""
@@ -223,11 +235,15 @@ class _RankReport:
             self._runs[key] = number, BlockRun(self.assignment, number, level, around)
         return self._runs[key]
 
-    def _renamed(self, held: Iterable[Held], like: int, number: int) -> Iterator[Held]:
+    def _renamed(self, held: tuple[Held, ...], like: int, number: int) -> tuple[Held, ...]:
         """What one block has, as another one that is like it."""
         if like == number:
-            yield from held
-            return
+            return held
+        if (held, number) not in self._named_alike:
+            self._named_alike[held, number] = tuple(self._rename(held, like, number))
+        return self._named_alike[held, number]
+
+    def _rename(self, held: Iterable[Held], like: int, number: int) -> Iterator[Held]:
         names = {a: b for a, b in zip(self._names(like), self._names(number), strict=True) if a != b}
         pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
         for each in held:
@@ -243,9 +259,16 @@ class _RankReport:
         return called(self.graph.by_name[name])
 
 
+def _report(alive: Sequence[Held], where: str) -> PeakReport:
+    ordered = sorted(_merged(alive), key=lambda held: -held.all_bytes)
+    return PeakReport(sum(held.all_bytes for held in alive), where, tuple(ordered))
+
+
 def _merged(alive: Iterable[Held]) -> Iterator[Held]:
     """Those of several micro-batches as one."""
-    times = Counter[Held]()
+    times = Counter[tuple[str, str, int, int]]()
     for held in alive:
-        times[replace(held, times=1)] += held.times
-    yield from (replace(held, times=count) for held, count in times.items() if held.bytes)
+        times[held.name, held.use, held.bytes, held.block] += held.times
+    for (name, use, size, block), count in times.items():
+        if size:
+            yield Held(name, use, size, count, block)

@@ -26,9 +26,12 @@ from planner.formulation.unsharding import PER_STEP, Unsharding
 from planner.ir.graph import Ref
 from planner.ir.layout import Mesh
 from planner.plan.document.account import account
+from planner.plan.document.block_seconds import BlockOccurrence, block_seconds
 from planner.plan.document.detail import Account
 from planner.plan.document.rebinding import Change, Rebinding
-from planner.plan.timeline import StepTimeline, predicted
+from planner.plan.timeline import StepTimeline, predicted, whole_step
+from planner.plan.timeline.rank_memory import RankMemory
+from planner.plan.timeline.transfer_memory import memory_of_transfers
 from planner.search.parallel_config import ParallelConfig
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import simulate
@@ -262,18 +265,16 @@ class Document:
         return times if counted and len(times.update_s) == pipeline.ranks else None
 
     def timeline(self) -> StepTimeline:
-        """The step as it is simulated: every rank's actions, what it waits for, and what comes once a step.
+        """The step as it is predicted: every rank's actions, what it waits for, and what comes once a step; without
+        micro-batches block by block.
 
         Raises:
-            PlanError: the plan runs without micro-batches, or has no :attr:`times`.
+            PlanError: it was read from a file without details, or has no :attr:`times`.
             ScheduleError: it was edited, and its schedule does not exist or fit.
         """
+        told = self.predicted.fullest.replace("\n", " ") if self.predicted.fullest_at else ""
         if self.pipeline is None:
-            raise PlanError(
-                "this plan runs without micro-batches, forward once and backward once, so that it has no schedule to "
-                "draw: print(plan) says what its step takes by use and by block; plan with "
-                'pin={"micro_batches": 4} for one with micro-batches'
-            )
+            return self._whole_step(told)
         times, pipeline = self.times, self.pipeline
         if times is None:
             raise PlanError(
@@ -282,8 +283,29 @@ class Document:
             )
         actions = schedule(pipeline.schedule, pipeline.ranks, self.mesh.micro_batches, pipeline.virtual_stages)
         found = simulate(actions, times.of_stages)
-        told = self.predicted.fullest if self.predicted.fullest_at else ""
-        return predicted(found, times.gather_s, times.reduce_s, times.update_s, told.replace("\n", " "))
+        return predicted(found, times.gather_s, times.reduce_s, times.update_s, told)
+
+    def _whole_step(self, fullest: str) -> StepTimeline:
+        if not self.account.blocks:
+            raise PlanError(
+                f"this plan was read from a file that does not say what its operators take: price it with {EVALUATE}, "
+                "and ask the plan that returns"
+            )
+        blocks = [BlockOccurrence(block.name, block.at, block.recompute, block.keeps) for block in self.blocks]
+        time_s = self.predicted.time_s
+        return whole_step(block_seconds(blocks, self.account, self.parameters, time_s), time_s, fullest)
+
+    @property
+    def memory_over_step(self) -> tuple[RankMemory, ...]:
+        """What ranks hold through a step: a document knows where model data moves.
+
+        Raises:
+            PlanError: all model data stays on the device, so that the model's graph alone says it.
+        """
+        if not self.transfer_schedules:
+            raise PlanError(WITHOUT_GRAPH)
+        bounds = () if self.pipeline is None else self.pipeline.bounds
+        return memory_of_transfers(self.transfer_schedules, self.timeline(), bounds)
 
     @cached_property
     def account(self) -> Account:

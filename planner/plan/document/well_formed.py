@@ -14,7 +14,7 @@ from planner.base.errors import PlanError, ScheduleError
 from planner.formulation.decision_names import filled
 from planner.ir.layout import MICRO, Mesh, parse_layout
 from planner.plan.document.detail import Account, Move, OpDetail
-from planner.plan.document.document import Document
+from planner.plan.document.document import BlockPlan, Document
 from planner.solve.pipeline.schedule import check_fits
 
 MEND = "restore it, or plan again"
@@ -37,6 +37,7 @@ def check_well_formed(plan: Document) -> None:
     for block in plan.blocks:
         for name, label in block.ops.items():
             _check_strategy(f"block {block.name!r}, 'ops', {name!r}", label, plan.mesh.names)
+        _check_instances(block)
     if plan.recorded is not None:
         _check_account(plan, plan.recorded)
     _check_prediction(plan)
@@ -97,6 +98,17 @@ def _check_strategy(where: str, label: str, names: tuple[str, ...]) -> None:
     if tuple(name for name, _, _ in parts) != names or not all(strategy for _, _, strategy in parts):
         wanted = " ".join(f"{name}:..." for name in names)
         raise PlanError(f"the plan's {where} is {label!r}, and takes a strategy for each axis, as {wanted!r}; {MEND}")
+
+
+def _check_instances(block: BlockPlan) -> None:
+    """Refuse a block of which other instances are numbered, or more recompute, than there are."""
+    where = f"block {block.name!r}"
+    _check_counts(f"{where}, 'recompute',", block.recompute.values())
+    if block.at and len(block.at) != block.count:
+        raise PlanError(f"the plan's {where} has {len(block.at)} numbers ('at') for {block.count} instances: {MEND}")
+    again = sum(block.recompute.values())
+    if again > block.count:
+        raise PlanError(f"the plan's {where} has {block.count} instances, of which {again} recompute: {MEND}")
 
 
 # ---- details ---------------------------------------------------------------------------------------------------------

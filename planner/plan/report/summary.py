@@ -1,4 +1,4 @@
-"""What the text and the HTML of a plan both say, as values."""
+"""What the text and the page of a plan both say, as values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank of a pipeline does in a step, and when; simulated or observed, the same kind of value."""
+"""What every rank does in a step, and when; simulated or observed, the same kind of value."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ KINDS = {
     "B": "backward",
     "I": "backward of inputs",
     "W": "backward of weights",
+    "R": "recompute",
+    "C": "communication",
     "wait": "wait",
     "gather": "gather",
     "reduce": "reduce",
     "update": "update",
+    "offload": "wait for transfers",
 }
-"""What a rank does: actions of schedules, waiting for what they need, and once a step gathering parameters, reducing
-gradients, and the optimizer's update."""
+"""What a rank does: actions of schedules, waiting for what they need; without micro-batches also recomputing, and
+communicating, block by block; and once a step gathering parameters, reducing gradients, and the optimizer's update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """What a rank does from ``start_s`` to ``end_s``; ``kind`` is one of :data:`KINDS`.
 
-    ``action`` is the schedule's, or the one that waits; ``None``: once a step.
+    ``action`` is the schedule's, or the one that waits; ``None``: once a step, or without micro-batches. Then ``what``
+    names the block that runs, and ``block`` is its number.
     """
 
     rank: int
@@ -35,21 +39,24 @@ class Event:
     start_s: float
     end_s: float
     action: Action | None = None
+    what: str = ""
+    block: int | None = None
 
     @property
     def name(self) -> str:
-        """``2F0``, ``wait for 2F0``, ``reduce``."""
-        what = "" if self.action is None else str(self.action)
-        return f"wait for {what}" if self.kind == "wait" else what or self.kind
+        """``2F0``, ``wait for 2F0``, ``forward of transformer.h.0``, ``reduce``."""
+        if self.action is None:
+            return f"{KINDS[self.kind]} of {self.what}" if self.what else self.kind
+        return f"wait for {self.action}" if self.kind == "wait" else str(self.action)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepEvents:
-    """A micro-batched step on the ranks of a pipeline.
+    """A step on the ranks of a pipeline, or on all ranks alike.
 
     Attributes:
         what: ``predicted`` or ``observed``.
-        schedule: its name.
+        schedule: its name; empty: forward once, backward once, without micro-batches.
         ranks, virtual_stages, micro_batches: ranks of the pipeline, stages on each, micro-batches of a step.
         events: what ranks do; of one rank, one thing after the other.
         step_s: seconds of the step; an observed one ends before the optimizer's update.
@@ -73,6 +80,8 @@ class StepEvents:
     @property
     def title(self) -> str:
         """The step in one line."""
+        if not self.schedule:
+            return f"{self.what} step {in_seconds(self.step_s)}: forward once, backward once, on all ranks alike"
         told = "" if self.expected is None else f", predicted {self.expected * 100:.1f} %"
         stages = f" of {self.virtual_stages} stages" if self.virtual_stages > 1 else ""
         ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}{stages}"
@@ -81,6 +90,10 @@ class StepEvents:
             f"{self.what} step {in_seconds(self.step_s)}, bubble {self.bubble * 100:.1f} %{told}: "
             f"{self.schedule}, {ranks}, {batches}"
         )
+
+    def row_name(self, rank: int) -> str:
+        """What the row of a rank is called."""
+        return f"rank {rank}" if self.schedule else "all ranks"
 
     @cached_property
     def end_s(self) -> float:

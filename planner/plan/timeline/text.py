@@ -10,17 +10,18 @@ from planner.plan.timeline.step import KINDS, StepEvents
 from planner.solve.pipeline.simulate import Floats
 
 WIDTH = 96
-SIGNS = {"F": "█", "B": "▒", "I": "▒", "W": "░", "wait": "·", "gather": "g", "reduce": "r", "update": "u"}
+SIGNS = {"F": "█", "B": "▒", "I": "▒", "W": "░", "wait": "·", "R": "▓", "C": "c"}
+SIGNS |= {"gather": "g", "reduce": "r", "update": "u", "offload": "o"}
 
 
 def text(found: StepEvents) -> str:
     """The title, the rows, the time, and what the signs are."""
     carried = sum(event.kind != "wait" for event in found.events) > WIDTH / 2 * found.ranks
     rows = [_signs(row, carried) for row in shares(found, WIDTH)]
-    label = len(f"rank {found.ranks - 1}")
-    lines = [f"{f'rank {rank}':<{label}} {row}" for rank, row in enumerate(rows)]
+    label = len(found.row_name(found.ranks - 1))
+    lines = [f"{found.row_name(rank):<{label}} {row}" for rank, row in enumerate(rows)]
     time = f"{'':<{label}} 0{in_seconds(found.end_s):>{WIDTH - 1}}"
-    kinds = {event.kind for event in found.events} | {"wait"}
+    kinds = {event.kind for event in found.events} | ({"wait"} if found.schedule else set())
     names = [f"{SIGNS[kind]} {'idle' if kind == 'wait' else name}" for kind, name in KINDS.items() if kind in kinds]
     told = [f"memory {found.fullest}"] if found.fullest else []
     return "\n".join([found.title, *lines, time, f"{'':<{label}} {'   '.join(names)}", *told])

@@ -73,6 +73,11 @@ def running(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> t
     return tuple(tuple(_fullest(_RankActions(short, rank).run())) for rank in range(short.ranks))
 
 
+def every_action(schedule: Schedule, rank: int) -> list[Running]:
+    """Of all actions of one rank, in order."""
+    return [*_RankActions(schedule, rank).run()]
+
+
 def _fullest(every: Iterable[Running]) -> Iterator[Running]:
     """Those besides which no other one of the same action holds more of anything."""
     groups = defaultdict[object, dict[Running, None]](dict)

@@ -113,7 +113,7 @@ def test_step_time_against_memory_is_traced_and_every_point_is_a_plan(tmp_path: 
     assert refused.exit_code == 2 and "it is a file; give the name of a folder" in refused.output
 
 
-def test_a_plan_micro_batched_is_drawn_and_written_as_a_trace(tmp_path: Path, plan_file: Path) -> None:
+def test_a_plan_is_drawn_and_written_as_a_trace(tmp_path: Path, plan_file: Path) -> None:
     out, traces = tmp_path / "micro_batches.json", [tmp_path / "planned.json", tmp_path / "shown.json"]
     words = ("-c", "local:1", "--pin", "micro_batches=4", "--out", out, "--trace", traces[0])
     result = invoke("plan", f"{HERE}:small", *words)
@@ -122,8 +122,8 @@ def test_a_plan_micro_batched_is_drawn_and_written_as_a_trace(tmp_path: Path, pl
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{Plan.load(out).timeline()}\n" and "rank 0" in result.stdout
     assert traces[0].read_text() == traces[1].read_text()
-    refused = invoke("show", plan_file, "--timeline")
-    assert refused.exit_code == 2 and "this plan runs without micro-batches" in refused.output
+    whole = invoke("show", plan_file, "--timeline")
+    assert whole.exit_code == 0 and "forward once, backward once" in whole.output and "all ranks" in whole.output
 
 
 def test_plans_a_function_whose_inputs_are_given() -> None:

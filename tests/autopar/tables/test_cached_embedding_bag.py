@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
 from autopar.tables.row_optimizers import ROW_OPTIMIZERS
+from autopar.tables.table_home import standard_normal
 from autopar.verification.simulator import fake_process_group
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
@@ -84,10 +85,15 @@ def loss_of(bags: Tensor, number: int) -> Tensor:
 @pytest.mark.parametrize("prefetches", [False, True], ids=["", "prefetched"])
 @pytest.mark.parametrize("name", ROW_OPTIMIZERS)
 def test_every_bit_is_that_of_a_plain_embedding_bag(name: Any, prefetches: bool, mode: str) -> None:
-    """200 Zipf batches through a cache of a ninth of the table; the optimizer's state has moved with the rows."""
+    """200 Zipf batches through a cache of a ninth of the table; the optimizer's state has moved with the rows.
+
+    The plain one begins with all rows of a table of the same seed, the cached one draws its rows as it comes upon them.
+    """
+    torch.manual_seed(0)
+    weight = CachedEmbeddingBag(table(), 1).weight
     torch.manual_seed(0)
     ours = CachedEmbeddingBag(table(), CAPACITY, optimizer=name, mode=mode, lr=0.1)
-    theirs, optimizer = plain(name, ours.weight, mode)
+    theirs, optimizer = plain(name, weight, mode)
     drawn = batches()
     for number, ids in enumerate(drawn):
         found, wanted = ours(ids), theirs(ids)
@@ -198,6 +204,42 @@ def test_a_table_on_disk_trains_alike_and_is_saved(tmp_path: Path) -> None:
         loss_of(each(batches(1)[0]), 0).backward()
         each.step()
     assert torch.equal(resumed.weight, on_disk.weight)
+
+
+def test_only_rows_that_were_trained_take_space_on_disk(tmp_path: Path) -> None:
+    """A table of 38 MB, of which 2,000 rows are hot, and others are looked up without being trained."""
+    rows, path = 400_000, tmp_path / "items"
+    large = EmbeddingTable("items", rows, FEATURES, POOLING)
+    torch.manual_seed(0)
+    ours = CachedEmbeddingBag(large, CAPACITY, optimizer="adam", lr=0.1, path=path)
+    torch.manual_seed(0)
+    theirs = nn.EmbeddingBag(rows, FEATURES, mode="sum", sparse=True, _weight=CachedEmbeddingBag(large, 1).weight)
+    optimizer = torch.optim.SparseAdam(theirs.parameters(), lr=0.1)
+    for number, ids in enumerate(batches(20)):
+        ids = ids * (rows // ROWS)
+        with torch.no_grad():
+            assert torch.equal(ours(ids[:8] + 1), theirs(ids[:8] + 1))
+        for bags in (ours, theirs):
+            theirs.weight.grad = None
+            loss_of(bags(ids), number).backward()
+        ours.step()
+        optimizer.step()
+    ours.write_back()
+    assert path.stat().st_size == rows * 3 * FEATURES * 4
+    assert path.stat().st_blocks * 512 < path.stat().st_size / 4
+    assert torch.equal(ours.weight, theirs.weight)
+
+
+def test_initial_rows_are_standard_normal_and_do_not_depend_on_one_another() -> None:
+    rows = torch.arange(50_000)
+    drawn = standard_normal(3, rows, 7)
+    some = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:1001]]
+    assert torch.equal(standard_normal(3, some, 7), drawn[some])
+    in_order = drawn.flatten().sort().values
+    expected = (torch.arange(len(in_order), dtype=torch.float64) + 0.5) / len(in_order)
+    assert (torch.special.ndtr(in_order) - expected).abs().max() < 1.63 / len(in_order) ** 0.5  # Kolmogorov, at 1 %
+    columns_and_next_rows = torch.cat([drawn[:-1], drawn[1:], standard_normal(4, rows[1:], 7)], 1)
+    assert (columns_and_next_rows.T.corrcoef() - torch.eye(21)).abs().max() < 4 / len(rows) ** 0.5
 
 
 class HeldHome:

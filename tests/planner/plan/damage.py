@@ -279,7 +279,7 @@ def _plan_used(plan: Plan, path: Path, graph: Graph | None) -> Outcome:
     assert Plan.load(path) == plan
     for name in _names(plan):
         assert str(plan.explain(name)).encode()
-    if plan.pipeline is not None and plan.times is not None:
+    if plan.times is not None if plan.pipeline is not None else plan.account.blocks:
         timeline = plan.timeline()
         assert str(timeline).encode() and timeline.to_svg().encode()
         timeline.save_trace(path)

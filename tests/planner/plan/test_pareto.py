@@ -113,10 +113,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
-        assert tag != "script"
-        if tag == "input":
+        if tag == "input" and found["type"] == "radio":
             self.radios.append(found)
-        if tag == "label":
+        if tag == "label" and "for" in found:
             self.labels.append(found["for"])
         if "download" in found:
             self.files.append(found["href"] or "")

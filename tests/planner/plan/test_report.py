@@ -1,45 +1,19 @@
-"""Reports: the text of a plan as golden files, and an HTML page that is whole and needs nothing else."""
+"""Reports: the text of a plan as golden files, and what text and page both say."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache
-from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planner.base.formatting import WIDTH, in_all_bytes, in_bytes, in_count, in_paragraph, in_percent, in_seconds
-from planner.cost.cluster import ClusterSpec
-from planner.ir.layout import Mesh
-from planner.plan.document.detail import Account
-from planner.plan.document.document import BlockPlan
 from planner.plan.plan import Plan
 from planner.plan.report import text
-from planner.plan.report.html import _drawing
 from planner.plan.report.summary import blocks, op_calls, shared, standing, traffic
-from tests.planner.plans import GOLDEN, check_golden, cluster, plan_of, residual_mlp
-
-
-@cache
-def mlp(strange: bool = False) -> Plan:
-    return plan_of(residual_mlp(strange=strange))
-
-
-@cache
-def gpt2() -> Plan:
-    """Transformers' GPT-2 (4 layers of 128) on 4 CPU processes, pinned data 2, tensor 2, sequence parallel, as
-    ``tests/autopar/cli/test_quoted.py`` plans it.
-    """
-    return Plan.load(GOLDEN / "gpt2.plan.json")
-
-
-def bare() -> Plan:
-    """A plan that holds no details, as one written by hand may."""
-    return replace(mlp(), recorded=Account())
-
+from tests.planner.plan.shown import Page, bare, gpt2, mlp
+from tests.planner.plans import check_golden, cluster, plan_of, residual_mlp
 
 # ---- text ------------------------------------------------------------------------------------------------------------
 
@@ -192,148 +166,6 @@ def test_a_tied_parameter_says_what_it_communicates() -> None:
 )
 def test_numbers_are_written_for_people(shown: str, expected: str) -> None:
     assert shown == expected
-
-
-# ---- HTML ------------------------------------------------------------------------------------------------------------
-
-VOID = {"meta", "br", "rect"}
-
-
-class Page(HTMLParser):
-    """Reads a page, checks that its elements nest, and keeps its words and attributes."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.tags: set[str] = set()
-        self.attributes: list[tuple[str, str | None]] = []
-        self.feed(html)
-        self.close()
-        assert not self.open, f"unclosed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
-            self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
-            self.words.append(data)
-
-
-@pytest.mark.parametrize(
-    "plan", [mlp, gpt2, bare, lambda: mlp(strange=True), lambda: plan_of(residual_mlp(), cluster(1))]
-)
-def test_the_page_is_whole_and_needs_nothing_else(plan: Any) -> None:
-    document = plan()
-    html = document.to_html()
-    page = Page(html)
-    assert "script" not in page.tags
-    assert not {"src", "href", "onclick"} & {name for name, _ in page.attributes}
-    assert "http" not in html and "url(" not in html and "@import" not in html
-    text = " ".join(page.words)
-    for block in document.blocks:
-        assert block.name in text
-    for axis in document.mesh.axes:
-        assert f"{axis.name} {axis.size}" in text
-    assert in_seconds(document.predicted.step_time_s) in text
-    assert in_bytes(document.predicted.peak_bytes) in text
-
-
-def test_every_operator_is_on_the_page() -> None:
-    text = " ".join(" ".join(Page(gpt2().to_html()).words).split())
-    for block in gpt2().blocks:
-        for name in block.ops:
-            path, _, op = name.rpartition(": ")
-            assert f"{path} {op}".strip() in text
-
-
-def test_a_notebook_shows_the_same_without_a_page_around_it() -> None:
-    fragment = gpt2()._repr_html_()
-    Page(fragment)
-    assert fragment.startswith('<div class="autopar">')
-    assert "<body" not in fragment
-    assert fragment in gpt2().to_html()
-
-
-def test_unknown_operators_are_pointed_out() -> None:
-    assert mlp(strange=True).coverage == {"house.strange.default": 1}
-    assert "1 × <code>house.strange.default</code>" in mlp(strange=True).to_html()
-
-
-def test_names_cannot_break_the_page() -> None:
-    nasty = "<script>alert('x')</script>"
-    block = BlockPlan(nasty, 1, {nasty: "tensor_a:n tensor_b:n"}, {}, (0,))
-    plan = replace(bare(), model={**mlp().model, "class": nasty}, blocks=(block,))
-    page = Page(plan.to_html())
-    assert "script" not in page.tags
-    assert any(nasty in word for word in page.words)
-
-
-@pytest.mark.parametrize(
-    "mesh, ranks",
-    [
-        (Mesh.of(all=1), 1),
-        (Mesh.of(all=8), 8),
-        (Mesh.of(all=64), 64),
-        (Mesh.of(all=100), 100),
-        (Mesh.of(outer=4, inner=8), 32),
-        (Mesh.of(outer=2, inner=128), 256),
-        (Mesh.of(outer=128, inner=2), 256),
-        (Mesh.of(outer=3, inner=37), 111),
-        (Mesh.of(pipeline=2, data=2, tensor=4), 16),
-        (Mesh.of(replicate=16, data=8, tensor=2), 256),
-        (Mesh.of(data=32, tensor=32), 0),
-        (Mesh.of(replicate=16, data=128, tensor=8), 0),
-    ],
-    ids=str,
-)
-def test_every_rank_is_drawn_once_and_the_mesh_stays_small(mesh: Mesh, ranks: int) -> None:
-    drawing = _drawing(mesh, 8)
-    Page(drawing)
-    assert sorted(map(int, re.findall(r'class="rank"[^>]*>(\d+)<', drawing))) == list(range(ranks))
-    cells = re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)"', drawing)
-    assert len({(x, y) for x, y, _ in cells}) == ranks
-    if ranks:
-        width, height = (int(size) for size in re.findall(r'(?:width|height)="(\d+)"', drawing)[:2])
-        assert all(int(x) + int(cell) <= width and int(y) + int(cell) <= height for x, y, cell in cells)
-        assert width <= 620 and height <= 800
-    else:
-        assert f"{mesh.size:,} devices in nodes of 8" in drawing
-
-
-@pytest.mark.parametrize("devices", [4, 64, 16384])
-def test_time_and_memory_stand_beside_the_mesh_at_any_width(devices: int) -> None:
-    """They come before it in a row that runs from the right and wraps: beside it where there is room for both, above it
-    where there is not; and nothing in the row is wider than the row.
-    """
-    nodes = ClusterSpec.preset("dgx-h100", devices=devices)
-    plan = plan_of(residual_mlp(layers=1, width=64, batch=2 * devices), nodes, {"data": devices})
-    html = plan.to_html()
-    head, top, rest = re.split(r'<div class="top">|<div class="card"><h2>Distinct blocks', html)
-    assert plan.sentence.replace("<", "&lt;") in head
-    step, memory, mesh = (
-        top.index(each) for each in (in_seconds(plan.predicted.step_time_s), "predicted peak", "<h2>Mesh")
-    )
-    assert step < memory < mesh and rest
-    style = re.sub(r"\s+", " ", html)
-    assert re.search(r"\.autopar \.top \{ display: flex; flex-flow: row-reverse wrap; align-items: flex-start;", style)
-    assert re.search(r"\.autopar \.bars \{ flex: 3 1 400px; [^}]*min-width: 0; \}", style)
-    assert re.search(r"\.autopar \.mesh \{ flex: 1 1 300px; min-width: 0; \}", style)
-    assert ".autopar .mesh svg { max-width: 100%; height: auto; }" in style
-
-
-def test_the_page_is_saved_whole(tmp_path: Path) -> None:
-    gpt2().save_html(tmp_path / "plan.html")
-    assert (tmp_path / "plan.html").read_text(encoding="utf-8") == gpt2().to_html()
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_became_of_pipelines_is_said() -> None:

@@ -28,6 +28,7 @@ from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.ir.layout import Mesh
+from planner.plan.document.detail import Account
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, Search, describe, refold, reprice
 from planner.plan.report.summary import blocks, stages
@@ -163,8 +164,9 @@ def test_a_plan_that_has_no_timeline_says_why() -> None:
     recut = replace(plan, pipeline=fewer)
     with pytest.raises(PlanError, match="or was edited since"):
         recut.timeline()
-    with pytest.raises(PlanError, match=r"without micro-batches.*print\(plan\)"):
-        plan_of(GRAPH, cluster(8)).timeline()
+    bare = replace(plan_of(GRAPH, cluster(8)), recorded=Account())
+    with pytest.raises(PlanError, match=r"does not say what its operators take.*autopar\.evaluate"):
+        bare.timeline()
 
 
 @pytest.mark.parametrize(

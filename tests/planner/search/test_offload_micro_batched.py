@@ -101,6 +101,10 @@ def test_the_prediction_is_the_transfer_schedules(plans: Callable[[str], Plan], 
     assert found.peak_bytes <= plan.cluster.device.usable_bytes
     assert sum(found.time_s.values()) == pytest.approx(found.step_time_s)
     assert plan.timeline().end_s == pytest.approx(found.step_time_s)
+    memory = plan.memory_over_step
+    assert max(each.fullest.peak.bytes for each in memory) == found.peak_bytes
+    assert all(each.stretches[-1].end_s == pytest.approx(found.step_time_s) for each in memory)
+    assert Plan.from_dict(plan.to_dict()).memory_over_step == memory
     alone_s = []
     for table in tables:
         computing_s = sum(moment.seconds for moment in table.trace.moments)
