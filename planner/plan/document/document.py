@@ -32,6 +32,7 @@ from planner.plan.document.rebinding import Change, Rebinding
 from planner.plan.timeline import StepTimeline, predicted, whole_step
 from planner.plan.timeline.rank_memory import RankMemory
 from planner.plan.timeline.transfer_memory import memory_of_transfers
+from planner.plan.timeline.transfer_step import transfer_step
 from planner.search.parallel_config import ParallelConfig
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import simulate
@@ -286,6 +287,8 @@ class Document:
         return predicted(found, times.gather_s, times.reduce_s, times.update_s, told)
 
     def _whole_step(self, fullest: str) -> StepTimeline:
+        if self.transfer_schedule is not None and not self.cluster.on_cpu:  # where data moves beside computing
+            return transfer_step(self.transfer_schedule, fullest)
         if not self.account.blocks:
             raise PlanError(
                 f"this plan was read from a file that does not say what its operators take: price it with {EVALUATE}, "

@@ -1,8 +1,10 @@
 """Timeline: a step as it is predicted or was observed, as a picture, as text and as a trace.
 
 Start and end of every action, or without micro-batches of every block, turn into events of ranks (``drawn``,
-``whole_step``, ``step``), which ``svg``, ``text`` and ``trace``
-draw. What was predicted and what was observed are the same events, so that they can be laid beside one another.
+``whole_step``, ``transfer_step``, ``step``), which ``svg``, ``text`` and ``trace`` draw, and ``shapes`` for whoever
+draws them into a page. What was predicted and what was observed are the same events, so that they can be laid beside
+one another. What ranks hold meanwhile (``rank_memory``) is found out for plans with all model data on the device
+(``memory``), and for those of which some moves (``transfer_memory``).
 """
 
 from __future__ import annotations

@@ -40,6 +40,8 @@ COLOURS = {
     "R": "var(--u1,#e0923c)",
     "C": "var(--u2,#cf6250)",
     "offload": "var(--u4,#9576cf)",
+    "fetch": "var(--u2,#cf6250)",
+    "evict": "var(--u1,#e0923c)",
 }
 
 

@@ -21,9 +21,12 @@ KINDS = {
     "reduce": "reduce",
     "update": "update",
     "offload": "wait for transfers",
+    "fetch": "fetch",
+    "evict": "evict",
 }
 """What a rank does: actions of schedules, waiting for what they need; without micro-batches also recomputing, and
-communicating, block by block; and once a step gathering parameters, reducing gradients, and the optimizer's update."""
+communicating, block by block; once a step gathering parameters, reducing gradients, and the optimizer's update; and
+what moves to and from the device meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class StepEvents:
             compute nothing, of all ranks together.
         expected: the bubble that was predicted for a step that was observed.
         fullest: when and where memory is fullest, and with what, in words, where that is known.
+        rows: names of the rows where they are no ranks, but what of any rank is busy at once.
     """
 
     what: str
@@ -76,6 +80,7 @@ class StepEvents:
     bubble: float
     expected: float | None = None
     fullest: str = ""
+    rows: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -93,6 +98,8 @@ class StepEvents:
 
     def row_name(self, rank: int) -> str:
         """What the row of a rank is called."""
+        if self.rows:
+            return self.rows[rank]
         return f"rank {rank}" if self.schedule else "all ranks"
 
     @cached_property

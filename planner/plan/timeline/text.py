@@ -11,12 +11,12 @@ from planner.solve.pipeline.simulate import Floats
 
 WIDTH = 96
 SIGNS = {"F": "█", "B": "▒", "I": "▒", "W": "░", "wait": "·", "R": "▓", "C": "c"}
-SIGNS |= {"gather": "g", "reduce": "r", "update": "u", "offload": "o"}
+SIGNS |= {"gather": "g", "reduce": "r", "update": "u", "offload": "·", "fetch": "f", "evict": "e"}
 
 
 def text(found: StepEvents) -> str:
     """The title, the rows, the time, and what the signs are."""
-    carried = sum(event.kind != "wait" for event in found.events) > WIDTH / 2 * found.ranks
+    carried = bool(found.rows) or sum(event.kind != "wait" for event in found.events) > WIDTH / 2 * found.ranks
     rows = [_signs(row, carried) for row in shares(found, WIDTH)]
     label = len(found.row_name(found.ranks - 1))
     lines = [f"{found.row_name(rank):<{label}} {row}" for rank, row in enumerate(rows)]

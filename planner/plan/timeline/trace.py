@@ -11,7 +11,7 @@ from typing import Any
 from planner.plan.timeline.step import KINDS, Event, StepEvents
 
 THREADS = ("compute", "communication")
-COMMUNICATION = {"wait", "gather", "reduce", "C", "offload"}
+COMMUNICATION = {"wait", "gather", "reduce", "C", "offload", "fetch", "evict"}
 
 
 def trace(found: StepEvents) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from planner.base.errors import PlanError
 from planner.plan.plan import Plan, restage
 from tests.planner.plan.shown import gpt2, mlp
 from tests.planner.plans import WHOLE, cluster, plan_of, residual_mlp
+from tests.planner.search.test_offload import gpu, offload
 
 GRAPH = residual_mlp(layers=6, width=64, batch=512)
 PINS: dict[str, dict[str, Any]] = {
@@ -123,3 +124,28 @@ def test_a_file_does_not_know_what_is_alive_when() -> None:
         _ = gpt2().memory_over_step
     assert "memory over the step: this plan was read from a file" in gpt2().to_html()
     assert "memory over the step:" not in mlp().to_html()
+
+
+# ---- where model data moves ------------------------------------------------------------------------------------------
+
+
+def test_what_moves_beside_computing_has_rows_of_its_own() -> None:
+    plan = offload(residual_mlp(6, width=64, batch=64), gpu("2 MiB"))
+    table, step = plan.transfer_schedule, plan.timeline()
+    assert table is not None and step.rows == ("device", "fetch host", "evict host", "host")
+    assert step.step_s == step.end_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+    for row, name in enumerate(step.rows):
+        events = sorted((event for event in step.events if event.rank == row), key=lambda event: event.start_s)
+        assert events[0].start_s >= 0 and all(one.end_s <= other.start_s + 1e-12 for one, other in pairwise(events))
+        took_s = sum(event.end_s - event.start_s for event in events)
+        if name == "device":
+            assert took_s == pytest.approx(step.step_s)  # it computes or waits
+            assert {event.kind for event in events} == {"F", "B", "offload"}
+        elif name != "host":
+            way, _, tier = name.partition(" ")
+            assert took_s == pytest.approx(table.link_s[tier, way])
+    assert plan.memory_over_step[0].fullest.peak.bytes == plan.predicted.peak_bytes
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert (again.timeline().events, again.memory_over_step) == (step.events, plan.memory_over_step)
+    drawn = [str(step), step.to_svg(), plan.to_html(), json.dumps(step.trace())]
+    assert all("evict host" in each for each in drawn)
