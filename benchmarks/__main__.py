@@ -670,8 +670,10 @@ def cached() -> None:
     """Cached tables in a file: Criteo's whole, of which trained rows take space, and a part that is on disk."""
     facts = record.circumstances()
     with tempfile.TemporaryDirectory() as folder:
-        found = [run for part in cached_table.PARTS for run in cached_table.runs(Path(folder), part)]
-        _record_cached(found, facts)
+        found: list[cached_table.CachedRun] = []
+        for part in cached_table.PARTS:
+            found += cached_table.runs(Path(folder), part)
+            _record_cached(found, facts)
 
 
 def _record_cached(found: Sequence[cached_table.CachedRun], facts: dict[str, Any]) -> None:
@@ -696,12 +698,12 @@ def _record_cached(found: Sequence[cached_table.CachedRun], facts: dict[str, Any
     ]
     notes = (
         "`CachedEmbeddingBag` with row-wise Adagrad and its home in a file: Criteo's terabyte with "
-        f"{cached_table.FEATURES} features, and an eighth of its rows; {cached_table.BATCHES} Zipf batches (exponent "
-        f"{cached_table.EXPONENT}) of {cached_table.SAMPLES:,} samples with {cached_table.LOOKUPS} look-ups each, a "
-        "dense tower behind it, all on CPUs. *On disk*: of the whole table the rows that were trained, since others "
-        "are drawn when they are first fetched; of the eighth every row, written before, and forgotten by the system. "
-        "The hit rate is of the distinct rows of a batch. Rows are read or drawn, and written back, on a thread "
-        "behind: mean milliseconds a batch. Look-ups and steps are medians."
+        f"{cached_table.FEATURES} features; {cached_table.BATCHES} Zipf batches (exponent {cached_table.EXPONENT}) of "
+        f"{cached_table.SAMPLES:,} samples with {cached_table.LOOKUPS} look-ups each, a dense tower behind it, all on "
+        "CPUs. *On disk*: the rows that were trained, since others are drawn when they are first fetched; or, of an "
+        "eighth of the table, every row, written before, and forgotten by the system. The hit rate is of the distinct "
+        "rows of a batch. Rows are read or drawn, and written back, on a thread behind: mean milliseconds a batch. "
+        "Look-ups and steps are medians."
     )
     raw = [*map(asdict, found)]
     print(record.write("cached_table", "A table that is cached", notes, rows, raw, facts), flush=True)

@@ -317,7 +317,7 @@ class CachedEmbeddingBag(nn.Module):
             )
         fetched = self._fetched(missing)
         hottest = torch.iinfo(torch.int64).max
-        free = self._heat_in.masked_fill(held, hottest).topk(len(missing), largest=False).indices
+        free = self._heat_in.masked_fill(held, hottest).topk(len(missing), largest=False, sorted=False).indices
         leaving = free[self._row_in[free] != ABSENT]
         self.moved.written_back += int(self._is_updated[leaving].sum())
         self._write(leaving[self._is_updated[leaving]])

@@ -1,17 +1,23 @@
 """The rows of a table at home: in the host's memory, or in a file of which only rows that were written take space.
 
 A row that was never written has its initial values, which are drawn when they are read. So a table may be larger than
-the disk, as long as the rows that are trained are not.
+the disk, as long as the rows that are trained are not: the system would end a process that writes to memory for which
+its file gets no room, so there is an error before.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import shutil
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from planner.base.errors import DiskError
+from planner.base.formatting import in_bytes
 
 PIECE = 2**11
 """Rows that are drawn at a time: few enough for the processor's caches."""
@@ -25,10 +31,11 @@ class TableHome:
     """
 
     def __init__(self, rows: int, features: int, width: int, dtype: torch.dtype, path: str | os.PathLike[str] | None):
-        if path is None:
+        self._path = None if path is None else os.path.abspath(path)
+        if self._path is None:
             self._values = torch.empty(rows, width, dtype=dtype)
         else:
-            file = torch.from_file(os.fspath(path), shared=True, size=rows * width, dtype=dtype)
+            file = torch.from_file(self._path, shared=True, size=rows * width, dtype=dtype)
             self._values = file.view(rows, width)
         self._features = features
         self._seed = 0
@@ -40,13 +47,24 @@ class TableHome:
         self._is_written.zero_()
 
     def whole(self) -> Tensor:
-        """All rows, in place: those that were not are written now, and take space."""
-        for rows in (~self._is_written).nonzero().flatten().split(PIECE):
+        """All rows, in place: those that were not are written now, and take space.
+
+        Raises:
+            DiskError: the disk has no room for them.
+        """
+        others = (~self._is_written).nonzero().flatten()
+        self._check_room(len(others), self._row_bytes)
+        for rows in others.split(PIECE):
             self[rows] = self._drawn(rows)
         return self._values
 
     def fill(self, values: Tensor) -> None:
-        """Write the first numbers of all rows; the others are zeros."""
+        """Write the first numbers of all rows; the others are zeros.
+
+        Raises:
+            DiskError: the disk has no room for them.
+        """
+        self._check_room(int((~self._is_written).sum()), self._row_bytes)
         self._values[:, : values.shape[1]] = values
         self._values[:, values.shape[1] :] = 0
         self._is_written.fill_(True)
@@ -59,8 +77,25 @@ class TableHome:
         return found
 
     def __setitem__(self, rows: Tensor, values: Tensor) -> None:
+        self._check_room(int((~self._is_written[rows]).sum()), self._row_bytes + mmap.PAGESIZE)
         self._values[rows] = values
         self._is_written[rows] = True
+
+    @property
+    def _row_bytes(self) -> int:
+        return self._values.shape[1] * self._values.element_size()
+
+    def _check_room(self, rows: int, each_bytes: int) -> None:
+        """Raises :class:`DiskError` unless the file can have so many rows more."""
+        if self._path is None or not rows:
+            return
+        needed, free = rows * each_bytes, shutil.disk_usage(os.path.dirname(self._path)).free
+        if needed > free:
+            raise DiskError(
+                f"to write {rows:,} rows more to {self._path!r}, which has {int(self._is_written.sum()):,} of "
+                f"{len(self._values):,}, may take {in_bytes(needed)}, and its disk has {in_bytes(free)} left: make "
+                "room, or take a path on a larger disk; to read all weights or a state_dict() writes every row"
+            )
 
     def _drawn(self, rows: Tensor) -> Tensor:
         found = self._values.new_zeros(len(rows), self._values.shape[1])

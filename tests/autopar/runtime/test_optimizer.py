@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import autopar
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.optim.gradients import Gradient, Holders
 from autopar.runtime.optim.optimizer import FUSED, check_elementwise, make_optimizer
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
@@ -213,7 +214,7 @@ def test_an_overflow_leaves_all_as_it_was(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("make", FUSED)
 def test_fused_kernels_take_dtensors(mesh: DeviceMesh, make: Any) -> None:
-    """Of different layouts at once, strips and scalars among them."""
+    """Of different layouts at once, strips and scalars among them; and parts of what knows its holders."""
     ways: list[Any] = [Replicate(), _StridedShard(0, split_factor=3), Replicate()]
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 4), (6, 4), ())]
@@ -223,10 +224,11 @@ def test_fused_kernels_take_dtensors(mesh: DeviceMesh, make: Any) -> None:
         for value, way, strides in zip(values, ways, ((4, 1), (4, 1), ()), strict=True)
     ]
     optimizers = [make(plain, fused=False), make(stored, fused=True)]
-    for _ in range(3):
+    for number in range(3):
         for one, other in zip(plain, stored, strict=True):
             one.grad = torch.randn(one.shape, generator=generator, dtype=torch.float64)
-            other.grad = DTensor(one.grad.clone(), other._spec, requires_grad=False)  # type: ignore[attr-defined]
+            given = DTensor(one.grad.clone(), other._spec, requires_grad=False)  # type: ignore[attr-defined]
+            other.grad = Gradient.of(given, Holders(), True) if number else given
         for optimizer in optimizers:
             optimizer.step()
     for one, other in zip(plain, stored, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
 from autopar.tables.row_optimizers import ROW_OPTIMIZERS
 from autopar.tables.table_home import standard_normal
 from autopar.verification.simulator import fake_process_group
-from planner.base.errors import InputError
+from planner.base.errors import DiskError, InputError
 from planner.cost.cluster import ClusterSpec
 from planner.tables.cached_rows import predict_cache
 from planner.tables.embedding_table import EmbeddingTable
@@ -206,7 +207,7 @@ def test_a_table_on_disk_trains_alike_and_is_saved(tmp_path: Path) -> None:
     assert torch.equal(resumed.weight, on_disk.weight)
 
 
-def test_only_rows_that_were_trained_take_space_on_disk(tmp_path: Path) -> None:
+def test_only_rows_that_were_trained_take_space_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of 38 MB, of which 2,000 rows are hot, and others are looked up without being trained."""
     rows, path = 400_000, tmp_path / "items"
     large = EmbeddingTable("items", rows, FEATURES, POOLING)
@@ -227,6 +228,11 @@ def test_only_rows_that_were_trained_take_space_on_disk(tmp_path: Path) -> None:
     ours.write_back()
     assert path.stat().st_size == rows * 3 * FEATURES * 4
     assert path.stat().st_blocks * 512 < path.stat().st_size / 4
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
+        with pytest.raises(DiskError, match=r"write 39\d,\d{3} rows more .* of 400,000, may take .* has 1.0 MiB left"):
+            _ = ours.weight
     assert torch.equal(ours.weight, theirs.weight)
 
 

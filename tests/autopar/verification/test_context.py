@@ -112,7 +112,6 @@ def text() -> Batch:
 
 
 CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]] = [
-    (models.llama, text, {"context": 4, "context_kind": "zigzag"}),
     (models.llama, text, {"context": 2, "ulysses": 2, "context_kind": "zigzag", "recompute": "full"}),
     (
         models.llama,
@@ -128,7 +127,6 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]]
     (mistral, text, {"context": 4, "context_kind": "ring"}),
     (gemma2, text, {"context": 4, "context_kind": "zigzag", "recompute": "full"}),
     (gemma2, padded, {"context": 2, "context_kind": "ring", "tensor": 2}),
-    (bert, padded, {"context": 4, "context_kind": "ring"}),
     (t5, padded, {"context": 2, "ulysses": 2, "context_kind": "ring", "recompute": "full"}),
     (vit, images, {"context": 4, "context_kind": "ring"}),
     (bert, padded, {"context": 2, "context_kind": "ring", "tensor": 2, "sequence_parallel": True}),
