@@ -1,22 +1,24 @@
 """Ring self-attention on paper: the largest batch and the longest sequence beside those of tensor parallelism.
 
 What Li et al. (2021) report of BERT base on P100s of 16 GB, planned: sequences shared by 64 GPUs in a ring, against
-tensor parallelism on 12, as many as there are heads. Nothing is run. Kernels today store no scores; where those of
-2021 did, they are added: what a rank has of one float32 for each head, query and key in each layer, twice, since a
-softmax keeps its result beside them.
+tensor parallelism on 12, as many as there are heads. Kernels today store no scores; where those of 2021 did, they are
+added: what a rank has of one float32 for each head, query and key in each layer, twice, since a softmax keeps its
+result beside them. What a sample takes is measured, too: of a rank's program of two layers, on this machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.driver.plan import plan_traced
 from autopar.driver.trace import trace
+from benchmarks.memory import observed_peak
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
@@ -29,6 +31,11 @@ MEMORY_BYTES = 16 * 2**30
 CLAIMED = {"batch": 13.7, "length": 3.0}
 """How many times as large as tensor parallelism's, says the abstract."""
 LIMIT_S = 30.0
+PRODUCTS = ("*.qkv", "*.mix", "*.up", "*.down")
+SMALL_LAYERS, SMALL_VOCAB, SMALL_BATCHES = 2, 3072, (8, 16)
+PLAIN = {"pipeline": 1, "micro_batches": 1, "offload": "none", "zero": 0}
+Kept = Literal["all but scores", "scores, too", "what enters layers"]
+"""What of activations is kept for backward."""
 
 
 class BertLayer(nn.Module):
@@ -49,10 +56,10 @@ class BertLayer(nn.Module):
 class BertBase(nn.Module):
     """BERT base, whose head says every token."""
 
-    def __init__(self, length: int):
+    def __init__(self, length: int, layers: int = LAYERS, vocab: int = VOCAB):
         super().__init__()
-        self.token, self.place = nn.Embedding(VOCAB, HIDDEN), nn.Parameter(torch.empty(length, HIDDEN))
-        self.layers, self.head = nn.Sequential(*(BertLayer() for _ in range(LAYERS))), nn.Linear(HIDDEN, VOCAB)
+        self.token, self.place = nn.Embedding(vocab, HIDDEN), nn.Parameter(torch.empty(length, HIDDEN))
+        self.layers, self.head = nn.Sequential(*(BertLayer() for _ in range(layers))), nn.Linear(HIDDEN, vocab)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         logits = self.head(self.layers(self.token(ids) + self.place))
@@ -69,8 +76,11 @@ class Shared:
     step: int
 
 
+MEGATRON = {name: {"tensor": "k" if name in ("*.mix", "*.down") else "n"} for name in (*PRODUCTS, "head")}
+"""What tensor parallelism shares of each product. Left to the search, memory would be saved by sharing input features
+of all of them, at four times the seconds."""
 SHARED = (
-    Shared("tensor parallel", HEADS, {"tensor": HEADS, "sequence_parallel": False}, 48),
+    Shared("tensor parallel", HEADS, {"tensor": HEADS, "sequence_parallel": False, "layers": MEGATRON}, 48),
     Shared("ring", RANKS, {"context": RANKS, "context_kind": "ring"}, RANKS),
 )
 
@@ -81,14 +91,14 @@ class Most:
 
     name: str
     ranks: int
-    has_scores: bool
+    kept: Kept
     batch: int
     length: int
 
 
-def fits(shared: Shared, batch: int, length: int, has_scores: bool) -> bool:
+def fits(shared: Shared, batch: int, length: int, kept: Kept) -> bool:
     """Whether a plan fits."""
-    scores = 2 * 4 * LAYERS * batch * HEADS * length**2 // shared.ranks if has_scores else 0
+    scores = 2 * 4 * LAYERS * batch * HEADS * length**2 // shared.ranks if kept == "scores, too" else 0
     fields = ClusterSpec.preset("dgx-v100").to_dict()
     room = MEMORY_BYTES - int(scores / (1 - fields["device"]["reserve_fraction"]))
     if room <= 0:
@@ -97,9 +107,9 @@ def fits(shared: Shared, batch: int, length: int, has_scores: bool) -> bool:
     fields["levels"] = [{**fields["levels"][1], "size": shared.ranks}]
     with torch.device("meta"):
         model, ids = BertBase(length), torch.zeros(batch, length, dtype=torch.long)
-    plain = {"pipeline": 1, "micro_batches": 1, "offload": "none", "recompute": "none", "zero": 0}
+    recompute = "full" if kept == "what enters layers" else "none"
     graph = trace(model, (ids, ids), {}, None).graph
-    pins = Pins.parse({**plain, **shared.pin})
+    pins = Pins.parse({**PLAIN, "recompute": recompute, **shared.pin})
     try:
         search(graph, ClusterSpec.from_dict(fields), pins, Training(), time_limit_s=LIMIT_S)
     except InfeasibleError:
@@ -119,21 +129,50 @@ def most(holds: Callable[[int], bool], step: int) -> int:
 
 
 def found() -> list[Most]:
-    """Of both, without stored scores and with them."""
+    """Of both, by what is kept."""
     return [
         Most(
             each.name,
             each.ranks,
-            has_scores,
-            most(lambda batch, each=each, s=has_scores: fits(each, batch, LENGTH, s), 4),  # type: ignore[misc]
-            most(lambda length, each=each, s=has_scores: fits(each, BATCH, length, s), each.step),  # type: ignore[misc]
+            kept,
+            most(lambda batch, each=each, kept=kept: fits(each, batch, LENGTH, kept), 4),  # type: ignore[misc]
+            most(lambda length, each=each, kept=kept: fits(each, BATCH, length, kept), each.step),  # type: ignore[misc]
         )
-        for has_scores in (False, True)
+        for kept in get_args(Kept)
         for each in SHARED
     ]
 
 
-def ratios(of: list[Most], has_scores: bool) -> dict[str, float]:
+def ratios(of: list[Most], kept: Kept) -> dict[str, float]:
     """How many times as much the ring holds."""
-    tensor, ring = (each for each in of if each.has_scores == has_scores)
+    tensor, ring = (each for each in of if each.kept == kept)
     return {"batch": ring.batch / tensor.batch, "length": ring.length / tensor.length}
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """Bytes that one more sequence of :data:`LENGTH` takes on a rank at the peak, as planned and as measured."""
+
+    name: str
+    ranks: int
+    predicted: float
+    measured: float
+
+
+def per_sample() -> list[PerSample]:
+    """Of a rank's own program, run on this machine, of both."""
+    rows = []
+    for shared in SHARED:
+        peaks = []
+        for batch in SMALL_BATCHES:
+            model, ids = BertBase(LENGTH, SMALL_LAYERS, SMALL_VOCAB), torch.zeros(batch, LENGTH, dtype=torch.long)
+            nn.init.zeros_(model.place)
+            traced = trace(model, (ids, ids), {}, None)
+            pins = Pins.parse({**PLAIN, "recompute": "none", **shared.pin})
+            plan = plan_traced(traced, ClusterSpec.local(shared.ranks), pins, Training())
+            assert plan.assignment is not None
+            peaks.append((plan.predicted.peak_bytes, observed_peak(model, traced, plan.assignment)))
+        few, many = SMALL_BATCHES
+        predicted, measured = ((last - first) / (many - few) for first, last in zip(*peaks, strict=True))
+        rows.append(PerSample(shared.name, shared.ranks, predicted, measured))
+    return rows

@@ -47,8 +47,8 @@ def reference_values(captured: Captured, assignment: Assignment, leaves: Mapping
     known = {node.name for node in assignment.space.graph.nodes}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
-            if node.name in leaves:
-                values[node.name] = leaves[node.name]
+            if node.target in leaves:  # fx names it in lower case
+                values[node.name] = leaves[node.target]
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
             # Captured graphs say nothing of strides, so a view may have to copy.

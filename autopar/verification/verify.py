@@ -375,7 +375,7 @@ def _compared(
     like = refold(assignment.space.folded, ref.traced.graph)
     training = Training(unsharding=assignment.space.unsharding, discards=assignment.space.training.discards)
     cluster = assignment.space.cost.cluster
-    pins = Pins(batch_norm=None if ref.normalized_apart == 1 else "micro_batch", any_way=True)
+    pins = Pins(batch_norm=None if ref.normalized_apart == 1 else "micro_batch", streamed=True)
     space = space_on(ref.traced, small, cluster, pins, like, assignment.space.stages, training)
     simulated, missing = _transfer(assignment, space)
     if simulated is None:

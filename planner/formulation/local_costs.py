@@ -301,9 +301,10 @@ class LocalCosts:
                     self._known.computed[key] = self._compute(node, traffic, local, moved, most, shared)
                 found.append(self._known.computed[key])
             seconds[:2] = np.array(found).T * turns
-        if row is not None and row.between is not None:
+        talks = any(strategy.inner for strategies in choices.strategies for strategy in strategies)
+        if row is not None and row.between is not None and (talks or not row.mutual):
             seconds[:2] += np.array([self.between_s(node, choice) for choice in choices]).T
-        if any(strategy.inner for strategies in choices.strategies for strategy in strategies):
+        if talks:
             computed_s = ((forward_s, backward_s) for forward_s, backward_s in seconds[:2].T.tolist())
             pairs = zip(choices, computed_s, strict=True)
             seconds[2:] = np.array([self._inner_s(node, rule, choice, each_s) for choice, each_s in pairs]).T
@@ -327,7 +328,7 @@ class LocalCosts:
     def between_s(self, node: Node, choice: Choice) -> tuple[float, float]:
         """Seconds, forward and backward, in which an operator made of several passes over what it has between these."""
         row = OPS.get(node.op)
-        if row is None or row.between is None:
+        if row is None or row.between is None or (row.mutual and not choice.inner):  # a product is one, if not streamed
             return 0.0, 0.0
         types = self.graph.input_types(node)
         passed = row.between(node, types, self._sizes(node, choice), self.share(choice))
@@ -447,7 +448,8 @@ class LocalCosts:
     ) -> tuple[float, float]:
         """Seconds of attention piece by piece: its kernels, and what merges their results and adds up gradients."""
         dtype, found = node.results[0].dtype, []
-        kernels, scores = attention_kernels(shapes, sight(node), shards), has_scores(node, self.cost.cluster.on_cpu)
+        kernels = attention_kernels(shapes, sight(node), shards)
+        scores = has_scores(node, self.graph.input_types(node), self.cost.cluster.on_cpu)
         count, merged = sum(kernels.values()), merged_bytes(node, shapes, shards, scores)
         for is_backward, bytes_moved in enumerate((moved.forward, moved.backward)):
             seconds = self.cost.compute_s(0.0, merged[is_backward], dtype, 3 * count, Stream("add"))

@@ -294,7 +294,7 @@ def axis_ways(
     Args:
         strips: for each operand, then result: where it may be cut.
         allow: keeps an axis strategy (node, axis index, strategy); an axis on which it keeps nothing
-            may still be computed in full on every rank. Without it all are kept that are not for pins alone.
+            may still be computed in full on every rank. Without it all are kept but what is streamed.
         known: what was found before, of operators with the same rules; is added to.
     """
     cut, found = tuple(frozenset(cuts.items()) for cuts in strips), []
@@ -303,7 +303,7 @@ def axis_ways(
         if key not in known:
             known[key] = _ways(rule, axis.size, (*graph.input_types(node), *node.results), strips)
         every = known[key]
-        kept = [e for e in every if (not e[0].way.pinned if allow is None else allow(node, position, e[0]))]
+        kept = [e for e in every if (not e[0].way.streamed if allow is None else allow(node, position, e[0]))]
         found.append(kept or [each for each in every if each[0].kind in ("invariant", "replicate")])
     return found
 

@@ -450,7 +450,7 @@ def read(text: str) -> Parallelism:
             data=sizes["data"] if zero else copies * sizes["data"],
             zero=zero,
             tensor=sizes["tensor"],
-            sequence_parallel=bool(along),
+            sequence_parallel=bool(along) and sizes["tensor"] > 1,
             along_sequence=along,
             pipeline=pipeline,
             schedule=schedule,
@@ -494,8 +494,8 @@ LIMITS = (
         lambda d: replace(d, sequence_parallel=False),
     ),
     Limit(
-        "norms are named that have some tokens each, all along one dim, and here are none",
-        lambda d: d.sequence_parallel and len(_dims(d.along_sequence)) != 1,
+        "tensor-parallel ranks share tokens where norms are named, all along one dim, and here are none",
+        lambda d: d.sequence_parallel and (d.tensor == 1 or len(_dims(d.along_sequence)) != 1),
         lambda d: replace(d, sequence_parallel=False),
     ),
     Limit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.ir.graph import Node, TensorType
@@ -116,9 +117,7 @@ def no_zigzag(node: Node, operands: tuple[TensorType, ...]) -> str:
 
 def no_ring(node: Node, operands: tuple[TensorType, ...]) -> str:
     """Why keys and values of an attention cannot go around in a ring; empty where they can."""
-    query, key, value, *masks = operands
-    if any(mask.grad for mask in masks):
-        return "has a mask that is trained, whose gradient no kernel gives without all scores"
+    query, key, value, *_ = operands
     if query.shape[-2] != key.shape[-2] and node["is_causal"]:
         return f"is causal over {query.shape[-2]} queries and {key.shape[-2]} keys; in a ring there are as many of both"
     if len(query.shape) > 4 or key.shape[:-2] != value.shape[:-2] or query.shape[:-3] != key.shape[:-3]:
@@ -155,14 +154,24 @@ def sight(node: Node) -> Sight:
     return Sight(args.get("is_causal") is True, window if isinstance(window, int) else None)
 
 
-def has_scores(node: Node, on_cpu: bool) -> bool:
+def has_scores(node: Node, operands: Sequence[TensorType], on_cpu: bool) -> bool:
     """Whether scores of a piece of an attention are there while it runs."""
-    return needs_scores(node.results[0].dtype, on_cpu, node["dropout_p"], node["softcap"])
+    drops, softcap = node["dropout_p"], node["softcap"]
+    return needs_scores(node.results[0].dtype, on_cpu, drops, softcap, trains_mask(operands))
 
 
-def needs_scores(dtype: str, on_cpu: bool, dropout_p: object, softcap: object) -> bool:
-    """Whether torch has no kernel for pieces of such attention that does without scores."""
-    return softcap is not None or bool(dropout_p if on_cpu else dtype == "float64")
+def needs_scores(dtype: str, on_cpu: bool, dropout_p: object, softcap: object, trains: bool) -> bool:
+    """Whether torch has no kernel for pieces of such attention that does without scores.
+
+    Args:
+        trains: its mask has a gradient, which is that of scores.
+    """
+    return trains or softcap is not None or bool(dropout_p if on_cpu else dtype == "float64")
+
+
+def trains_mask(operands: Sequence[TensorType]) -> bool:
+    """Whether the mask of an attention has a gradient, as a bias by relative positions."""
+    return any(mask.grad for mask in operands[3:])
 
 
 def shares_heads(node: Node, strategy: AxisStrategy) -> bool:
@@ -184,8 +193,9 @@ def saves(node: Node, operands: tuple[TensorType, ...]) -> tuple[str, ...]:
     """A flash kernel keeps operands and result; with dropout, or a mask that is trained, CPUs have none and keep
     scores.
     """
-    is_plain = not node["dropout_p"] and not any(mask.grad for mask in operands[3:])
-    return ("in0", "in1", "in2", "out0", "rows", *(() if is_plain else ("scores",)))
+    trains = trains_mask(operands)
+    scores = ("scores",) if trains or node["dropout_p"] else ()
+    return ("in0", "in1", "in2", *(("in3",) * trains), "out0", "rows", *scores)
 
 
 ROWS: dict[str, Row] = {

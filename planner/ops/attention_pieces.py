@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from planner.ir.graph import Node, TensorType
-from planner.ops.attention import OURS, QUERY, RINGS, ROWS, ZIGZAGS, Sight, is_causal, sight
+from planner.ops.attention import OURS, QUERY, RINGS, ROWS, ZIGZAGS, Sight, is_causal, sight, trains_mask
 from planner.ops.sharding_rule import AxisStrategy
 
 Span = tuple[range, range]
@@ -283,7 +283,7 @@ def scratch_bytes(
         types: of operands.
         sizes: bytes of operands, then results, on one rank.
         scores: those of a piece are there while it runs, twice, backward with what was dropped, and with a soft cap,
-            once more each, and copies of what it reads, keys for every head.
+            once more each, so with a mask that is trained, and copies of what it reads, keys for every head.
     """
     (query, key, value), out, goes = sizes[:3], sizes[len(types)], shards.ring > 1
     item = node.results[0].item_bytes
@@ -305,6 +305,8 @@ def scratch_bytes(
         each = wide * query // depth // queries * largest
         copies = wide * (query + query // depth // queries * keys * (depth + types[2].shape[-1]))
         copies *= 1 if wide == 1 else 2  # in what they are computed in, and side by side
-        besides = 2 + bool(node["dropout_p"]) + bool(node["softcap"])
+        trains = trains_mask(types)
+        besides = 2 + bool(node["dropout_p"]) + bool(node["softcap"]) + trains
+        backward += wide * mask * item * (trains and wide > 1)  # else the sum is the gradient
         forward, backward = forward + 2 * each + copies, backward + besides * each + copies
     return forward, backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,7 @@ from planner.ir.graph import Node, TensorType
 from planner.ir.layout import Shard
 from planner.ops.sharding_rule import MECHANICAL, Dims, FactorWay, Inner, Rule
 from planner.ops.signature import letters, rows, signature
-from planner.ops.table import Row, contraction_flops
+from planner.ops.table import Between, Row, Share, contraction_flops
 
 Operands = tuple[TensorType, ...]
 
@@ -30,8 +31,7 @@ def linear(node: Node, operands: Operands) -> Rule:
         addends=addends,
         linear=[{0, *addends}, {1, *addends}],
     )
-    is_matrix = bool(leading) and {leading[-1], "n", "k"} <= rule.sizes.keys()
-    return replace(rule, ways=streamed(operands, rule)) if is_matrix else rule
+    return streamed(operands, rule, 0, 1) if leading and out else rule
 
 
 RING, PANELS, SUMS = "n.ring", "n.panels", "k.ring"
@@ -40,23 +40,29 @@ in SUMMA (van de Geijn and Watts 1997); the sums that it makes go around while o
 """
 
 
-def streamed(operands: Operands, rule: Rule) -> dict[str, tuple[FactorWay, ...]]:
-    """Every way to shard output and input features, with those in which panels go around the ranks.
+def streamed(operands: Operands, rule: Rule, read: int, weight: int) -> Rule:
+    """With those ways to shard output and input features in which panels go around the ranks.
 
     Backward passes around what was gathered once more, and the sums of gradients.
+
+    Args:
+        read, weight: the places of what is read, tokens before input features, and of the matrix.
     """
-    x, w, *_ = operands
-    tokens, last = f"m{len(x.shape) - 2}", len(x.shape) - 1
+    x, w, last = operands[read], operands[weight], len(operands[read].shape) - 1
+    (tokens,), features = rule.operands[read][last - 1] or ("",), rule.operands[read][last]
+    if features != ("k",) or not {tokens, "n"} <= rule.sizes.keys():
+        return rule
 
     def around(tensor: TensorType, dims: Dims, way: str) -> Inner:
         factors = tuple(factor for dim in dims for factor in dim)
         return Inner("send", factors, tensor.item_bytes, shared=(way,), around=True)
 
     def gathering(way: str, dim: int, alone: str) -> FactorWay:
-        sent = around(x, rule.operands[0], way)
+        sent = around(x, rule.operands[read], way)
         again = [replace(sent, phase="backward")] * (int(w.grad) + int(x.grad))
         name = way.partition(".")[2]
-        return FactorWay(name, {0: Shard(dim)}, inner=(sent, *again), alone=("n", alone), in_turn=True, pinned=True)
+        alone_ = ("n", alone)
+        return FactorWay(name, {read: Shard(dim)}, inner=(sent, *again), alone=alone_, in_turn=True, streamed=True)
 
     sent = around(x, rule.results[0], SUMS)
     sums = FactorWay(
@@ -64,10 +70,36 @@ def streamed(operands: Operands, rule: Rule) -> dict[str, tuple[FactorWay, ...]]
         results={0: Shard(last - 1)},
         inner=(sent, replace(sent, phase="backward")),
         alone=("k", tokens),
-        pinned=True,
+        streamed=True,
     )
     gathered = gathering(RING, last - 1, tokens), gathering(PANELS, last, "k")
-    return {"n": (MECHANICAL, *gathered), "k": (MECHANICAL, sums)}
+    return replace(rule, ways={"n": (MECHANICAL, *gathered), "k": (MECHANICAL, sums)})
+
+
+def panels(
+    node: Node, types: Sequence[TensorType], sizes: Sequence[int], share: Share, read: int, weight: int
+) -> Between:
+    """What a product that is streamed has while it runs (:mod:`autopar.runtime.layers.streamed_linear`), beside its
+    operands, its result and their gradients, and what it passes over to cut panels and to add up what these give.
+
+    Where a tensor goes around, a rank has a panel of it and one that comes; of sums, also one that goes.
+
+    Args:
+        read, weight: as in :func:`streamed`.
+    """
+    x, w, y = sizes[read], sizes[weight], sizes[-1]
+    way, ranks = next(((way, share.parts[way]) for way in (RING, PANELS, SUMS) if share.parts.get(way, 1) > 1), ("", 1))
+    come, again = min(2, ranks - 1), ranks - 1
+    if way == RING:
+        forward, backward = come * x + y // ranks, (2 * come + 1) * x + y // ranks
+        return Between(0, forward, backward, 2 * y, 4 * y + again * (3 * x + 2 * w))
+    if way == PANELS:
+        forward, backward = 2 * come * x + 2 * w // ranks + y, (2 * come + 1) * x + 2 * w // ranks
+        return Between(0, forward, backward, 2 * w + 3 * again * y, 4 * w + 3 * again * x)
+    if way == SUMS:
+        forward, backward = (come + 1) * y + x // ranks, (2 * come - 1) * y + x // ranks
+        return Between(0, forward, backward, 2 * x + 3 * again * y, 4 * x + 2 * again * w)
+    return Between(0, 0, 0, 0, 0)
 
 
 def matmul(node: Node, operands: Operands) -> Rule:
@@ -81,7 +113,10 @@ def added_matmul(node: Node, operands: Operands) -> Rule:
     c, a, b = operands
     left, right, out = _matmul_labels(node, a, b)
     added = out[len(out) - len(c.shape) :]
-    return signature(node, operands, [added, left, right], [out], broadcast=True, addends={0}, linear=[{0, 1}, {0, 2}])
+    names, linear = [added, left, right], [{0, 1}, {0, 2}]
+    rule = signature(node, operands, names, [out], broadcast=True, addends={0}, linear=linear)
+    is_layer = left == ["m", "k"] and right == ["k", "n"] and added == ["n"]
+    return streamed(operands, rule, 1, 2) if is_layer and node["beta"] == node["alpha"] == 1 else rule
 
 
 def _matmul_labels(node: Node, a: TensorType, b: TensorType) -> tuple[list[str], list[str], list[str]]:
@@ -142,10 +177,11 @@ def every_operand(node: Node, operands: Operands) -> tuple[str, ...]:
 product = partial(Row, flops=contraction_flops, saves=("in0", "in1"), contracts=True, mutual=True, kernel="matmul")
 
 ROWS: dict[str, Row] = {
-    **rows("linear", product(linear, kernel="linear", views=(0, 1, 2))),
+    **rows("linear", product(linear, kernel="linear", views=(0, 1, 2), between=partial(panels, read=0, weight=1))),
     **rows("matmul", product(matmul, views=(0, 1))),
     **rows("mm bmm mv dot", product(matmul)),
     **rows("outer", product(outer)),
-    **rows("addmm addmv baddbmm", product(added_matmul, saves=("in1", "in2"))),
+    **rows("addmm", product(added_matmul, saves=("in1", "in2"), between=partial(panels, read=1, weight=2))),
+    **rows("addmv baddbmm", product(added_matmul, saves=("in1", "in2"))),
     **rows("einsum", Row(einsum, einsum_flops, saves=every_operand, kernel="other")),
 }

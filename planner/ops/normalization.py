@@ -99,8 +99,19 @@ def per_channel(node: Node, operands: Operands, shards: tuple[str, ...]) -> Rule
 
 
 def group_norm(node: Node, operands: Operands) -> Rule:
-    """Statistics over the channels of a group."""
-    return per_channel(node, operands, ("n",))
+    """``x[n, g c, h..], weight[g c], bias[g c] -> y[n, g c, h..]``: statistics over the channels ``c`` of each group
+    ``g``, and over ``h..``; ranks that share these add up as those of :func:`trailing` do.
+    """
+    x, groups = operands[0], node["num_groups"]
+    assert isinstance(groups, int)
+    hidden = [f"h{i or ''}" for i in range(len(x.shape) - 2)]
+    names, whole = ["n", "g c", *hidden], {*hidden} - {*HIDDEN}
+    given = [names, *([["g c"]] * (len(operands) - 1))]
+    rule = signature(node, operands, given, [names], whole=whole, sizes={"g": groups})
+    kept = tuple(name for name in ("n", "g") if name in rule.sizes)
+    average = Inner("all_reduce", kept, max(4, x.item_bytes))
+    way = FactorWay(inner=(average, average, replace(average, count=2, phase="backward")), strided=True)
+    return replace(rule, ways={name: (way,) for name in ("c", *HIDDEN) if name in rule.sizes})
 
 
 def instance_norm(node: Node, operands: Operands) -> Rule:

@@ -7,14 +7,17 @@ count of the whole tensor. Everything else needs all elements of a reduced dim a
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from planner.ir.graph import Node, TensorType
-from planner.ops.sharding_rule import Rule
+from planner.ops.sharding_rule import FactorWay, Inner, Rule
 from planner.ops.signature import axes, axis, letters, rows, signature
-from planner.ops.table import Row, RuleOf
+from planner.ops.table import Between, Row, RuleOf, Share
 
 Operands = tuple[TensorType, ...]
+CLASSES = "classes"
+"""The factor that a softmax runs over."""
 
 
 def reduce(node: Node, operands: Operands, whole: bool, *linear: Collection[int]) -> Rule:
@@ -52,6 +55,33 @@ def along(*linear: Collection[int]) -> RuleOf:
     return rule
 
 
+def softmax(node: Node, operands: Operands) -> Rule:
+    """Ranks that share the dim add up one sum for each of the others: forward the largest element, then the sum of
+    exponentials; backward that of ``y * dy``, or, of logarithms, of ``dy``.
+    """
+    names = letters(len(operands[0].shape))
+    if names:
+        names[axis(node, len(names))] = CLASSES
+    rule = signature(node, operands, [names], [names])
+    kept = tuple(name for name in rule.sizes if name != CLASSES)
+    sums = Inner("all_reduce", kept, max(4, operands[0].item_bytes, node.results[0].item_bytes))
+    way = FactorWay(inner=(sums, sums, replace(sums, phase="backward")), strided=True)
+    return replace(rule, ways={CLASSES: (way,)})
+
+
+def in_passes(node: Node, types: Sequence[TensorType], sizes: Sequence[int], share: Share) -> Between:
+    """What :mod:`autopar.runtime.layers.softmax` has, and passes over, beside what a kernel does, where ranks share the
+    dim: forward seven passes in place of two, as it looks for the largest element, takes it off, and takes exponentials
+    that it sums and divides by; backward six in place of three. Of narrow numbers wide copies are there.
+    """
+    if share.parts.get(CLASSES, 1) == 1:
+        return Between(0, 0, 0, 0, 0)
+    item = node.results[0].item_bytes
+    wide = sizes[-1] // item * max(4, item)
+    besides = wide * (item < 4)
+    return Between(0, besides, 2 * besides, 5 * wide, 3 * wide)
+
+
 def diff(node: Node, operands: Operands) -> Rule:
     """Differences along a dim of what is put before, the tensor, and what is put behind: all whole there."""
     names = letters(len(operands[0].shape))
@@ -79,9 +109,8 @@ NEEDS_BOTH = """
 """
 NEEDS_INDICES = "max.dim min.dim median.dim kthvalue mode"
 
-SOFTMAX = """
-    softmax.int _softmax _safe_softmax special_softmax log_softmax.int _log_softmax special_log_softmax
-"""
+SOFTMAX = "softmax.int _softmax log_softmax.int _log_softmax"
+WHOLE_SOFTMAX = "_safe_softmax special_softmax special_log_softmax"
 
 ROWS: dict[str, Row] = {
     **rows("sum sum.dim_IntList mean", Row(sums, kernel="reduction")),
@@ -94,7 +123,8 @@ ROWS: dict[str, Row] = {
     **rows("logsumexp special_logsumexp", Row(wholes, saves=("in0", "out0"), kernel="softmax")),
     **rows(NEEDS_INDICES, Row(wholes, saves=("out1",), kernel="reduction")),
     **rows("aminmax", Row(wholes, saves=("in0", "out0", "out1"), kernel="reduction")),
-    **rows(SOFTMAX, Row(along(), saves=("out0",), kernel="softmax")),
+    **rows(SOFTMAX, Row(softmax, saves=("out0",), kernel="softmax", between=in_passes)),
+    **rows(WHOLE_SOFTMAX, Row(along(), saves=("out0",), kernel="softmax")),
     **rows("cumsum", Row(along({0}), kernel="reduction")),
     **rows("cumprod logcumsumexp", Row(along(), saves=("in0", "out0"))),
     **rows("cummax cummin sort sort.stable topk", Row(along(), saves=("out1",))),

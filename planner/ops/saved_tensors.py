@@ -17,8 +17,8 @@ from planner.ops.attention_pieces import QueryShards, scratch_bytes
 from planner.ops.function import kept
 from planner.ops.table import Saved, Share
 
-FLASH = (Saved("out"), Saved("rows"))
-"""What a flash kernel keeps of attention, and one that keeps scores does not."""
+FLASH = (Saved("in", 3), Saved("out"), Saved("rows"))
+"""What a flash kernel keeps of attention, a mask that is trained too, and one that keeps scores does not."""
 SCORES = Saved("scores")
 
 
@@ -124,7 +124,7 @@ def beside(
         return ScratchBytes(found.forward, found.backward)
     if _is_in_pieces(node, share):
         shards = QueryShards.of(share.parts)
-        return ScratchBytes(*scratch_bytes(node, types, sizes, shards, has_scores(node, on_cpu)))
+        return ScratchBytes(*scratch_bytes(node, types, sizes, shards, has_scores(node, types, on_cpu)))
     if row is None or not on_cpu or SCORES not in row.saved(node, tuple(types)):
         return ScratchBytes()
     drops, scores, wide = bool(node["dropout_p"]), _scores_bytes(types, sizes), _wide(types) // types[0].item_bytes

@@ -55,7 +55,7 @@ class FactorWay:
         uneven: how much each rank has to do is known in the step alone.
         alone: factors that no other axis shards.
         in_turn: the operator's kernel runs once for each rank of the axis, on what that rank has.
-        pinned: it is there where a pin asks for it by name alone.
+        streamed: panels of a tensor go around that conversions would gather or scatter for the first way.
         multiple: of so many indices of the factor a rank has a multiple: 2, if it halves them.
     """
 
@@ -68,7 +68,7 @@ class FactorWay:
     uneven: bool = False
     alone: tuple[str, ...] = ()
     in_turn: bool = False
-    pinned: bool = False
+    streamed: bool = False
     multiple: int = 1
 
     def named(self, factor: str) -> str:

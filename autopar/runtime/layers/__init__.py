@@ -18,7 +18,7 @@ from autopar.runtime.layers.embedding import vocab_embedding
 from autopar.runtime.layers.embedding_bag import sharded_embedding_bag
 from autopar.runtime.layers.embedding_slabs import row_sharded_slabs
 from autopar.runtime.layers.experts import begin_experts, experts
-from autopar.runtime.layers.hidden_norm import layer_norm, native_layer_norm, rms_norm
+from autopar.runtime.layers.hidden_norm import group_norm, layer_norm, native_layer_norm, rms_norm
 from autopar.runtime.layers.loss import cross_entropy_loss, nll_loss, partial_mean
 from autopar.runtime.layers.normalization import (
     batch_norm,
@@ -27,10 +27,13 @@ from autopar.runtime.layers.normalization import (
     native_batch_norm_no_stats,
 )
 from autopar.runtime.layers.random import draw, draw_attention
-from autopar.runtime.layers.streamed_linear import linear
+from autopar.runtime.layers.softmax import softmax
+from autopar.runtime.layers.streamed_linear import added_matmul, linear
 from autopar.runtime.spmd.rank_index import Groups
 from planner.ops.attention import OURS, QUERY_WAYS, RINGS, ZIGZAGS
+from planner.ops.contraction import PANELS, RING, SUMS
 from planner.ops.normalization import HIDDEN
+from planner.ops.reduction import CLASSES
 
 CONTRACTED = "contracted"
 
@@ -69,6 +72,7 @@ class LocalForm:
 _TOKENS = ("t", "d1", "d2", "d3")
 _CLASSES = {"class_groups": ("classes",)}
 _BATCH = {"batch_groups": ("n",)}
+_PANELS = {"token_groups": (RING,), "feature_groups": (PANELS,), "sum_groups": (SUMS,)}
 _HIDDEN = {"hidden_groups": HIDDEN}
 _ATTENTION = LocalForm(
     attention,
@@ -104,12 +108,16 @@ LOCAL_FORMS: dict[str, LocalForm] = {
         is_region=True,
         begins=begin_experts,
     ),
-    "aten.linear.default": LocalForm(
-        linear, {"token_groups": ("n.ring",), "feature_groups": ("n.panels",), "sum_groups": ("k.ring",)}
-    ),
+    "aten.linear.default": LocalForm(linear, _PANELS),
+    "aten.addmm.default": LocalForm(added_matmul, _PANELS),
+    **{
+        f"aten.{op}": LocalForm(softmax, {"shared_groups": (CLASSES,)}, takes_op=True)
+        for op in ("softmax.int", "log_softmax.int", "_softmax.default", "_log_softmax.default")
+    },
     "aten.layer_norm.default": LocalForm(layer_norm, _HIDDEN),
     "aten.native_layer_norm.default": LocalForm(native_layer_norm, _HIDDEN),
     "aten.rms_norm.default": LocalForm(rms_norm, _HIDDEN),
+    "aten.group_norm.default": LocalForm(group_norm, {"channel_groups": ("g",), "hidden_groups": ("c", *HIDDEN)}),
     "aten.batch_norm.default": LocalForm(batch_norm, _BATCH),
     "aten._native_batch_norm_legit.default": LocalForm(native_batch_norm, _BATCH),
     "aten._native_batch_norm_legit.no_stats": LocalForm(native_batch_norm_no_stats, _BATCH),
@@ -150,10 +158,12 @@ __all__ = [
     "REGIONS",
     "Groups",
     "LocalForm",
+    "added_matmul",
     "attention",
     "batch_norm",
     "cross_entropy_loss",
     "experts",
+    "group_norm",
     "grouped_convolution",
     "layer_norm",
     "linear",
@@ -166,5 +176,6 @@ __all__ = [
     "rms_norm",
     "row_sharded_slabs",
     "sharded_embedding_bag",
+    "softmax",
     "vocab_embedding",
 ]

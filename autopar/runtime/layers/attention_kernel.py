@@ -2,7 +2,7 @@
 
 Results over several sets of keys are merged by it (:mod:`autopar.runtime.layers.partial_attention`). torch's public
 attention does not return it; this is the only file that calls the kernels below that do. Scores of a piece are there
-while it runs where torch has no kernel without: for float64 on GPUs, and where CPUs drop some.
+while it runs where torch has no kernel without: for float64 on GPUs, where CPUs drop some, for masks with gradients.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class AttentionPiece:
         softcap: what scores are at most, before the mask: ``softcap * tanh(score / softcap)``.
         seed: of what is drawn, where that is not done by a kernel of GPUs.
         base: ``[b, h, n, 1]`` or what broadcasts to it, is taken off scores where these are there.
+        trains: the mask has a gradient.
     """
 
     query: Tensor
@@ -51,6 +52,7 @@ class AttentionPiece:
     softcap: float | None = None
     seed: int = 0
     base: Tensor | None = None
+    trains: bool = False
 
     def forward(self) -> tuple[Tensor, Tensor, Drawn]:
         """``[b, h, n, e]`` and the log-sum-exp ``[b, h, n]``: 0 and ``-inf`` for a query that sees none of the keys."""
@@ -61,8 +63,8 @@ class AttentionPiece:
         sees_none = (self.mask == -torch.inf).all(-1)
         return out.masked_fill(sees_none.unsqueeze(-1), 0), lse.masked_fill(sees_none, -torch.inf), drawn
 
-    def backward(self, gradient: Tensor, out: Tensor, lse: Tensor, drawn: Drawn) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values.
+    def backward(self, gradient: Tensor, out: Tensor, lse: Tensor, drawn: Drawn) -> tuple[Tensor, ...]:
+        """Gradients of queries, keys and values, and of a mask that is trained.
 
         Args:
             gradient: of ``out``.
@@ -74,8 +76,7 @@ class AttentionPiece:
         gradient, out = (pad(t, (0, padded.value.shape[-1] - t.shape[-1])) for t in (gradient, out))
         found = _backward(padded, gradient, out, lse, drawn)
         given = (self.query, self.key, self.value)
-        dq, dk, dv = (g[..., : t.shape[-1]] for g, t in zip(found, given, strict=True))
-        return dq, dk, dv
+        return *(g[..., : t.shape[-1]] for g, t in zip(found, given, strict=False)), *found[3:]
 
     def _padded(self) -> AttentionPiece:
         """With heads of one size, which kernels ask for; zeros change neither scores nor what is kept of results."""
@@ -92,7 +93,7 @@ class AttentionPiece:
     def has_scores(self) -> bool:
         """Whether no kernel does without scores."""
         dtype = str(self.query.dtype).removeprefix("torch.")
-        return needs_scores(dtype, not self.query.is_cuda, self.dropout_p, self.softcap)
+        return needs_scores(dtype, not self.query.is_cuda, self.dropout_p, self.softcap, self.trains)
 
     def in_wide(self) -> AttentionPiece:
         """With operands in float32 at the least."""
@@ -140,9 +141,7 @@ def _forward(piece: AttentionPiece) -> tuple[Tensor, Tensor, Drawn]:
     return out, lse[..., : piece.query.shape[-2]], tuple(drawn)
 
 
-def _backward(
-    piece: AttentionPiece, gradient: Tensor, out: Tensor, lse: Tensor, drawn: Drawn
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(piece: AttentionPiece, gradient: Tensor, out: Tensor, lse: Tensor, drawn: Drawn) -> tuple[Tensor, ...]:
     causal, scale, given = piece.causal, piece.scale, piece
     if piece.has_scores:
         return _gradients_by_scores(piece, gradient, out, lse)
@@ -177,10 +176,8 @@ def _with_scores(piece: AttentionPiece) -> tuple[Tensor, Tensor]:
     return (weights @ each.value).to(piece.query.dtype), lse
 
 
-def _gradients_by_scores(
-    piece: AttentionPiece, gradient: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Likewise, three at most, four with a soft cap."""
+def _gradients_by_scores(piece: AttentionPiece, gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """Likewise, three at most, one more with a soft cap, and with a mask that is trained."""
     each = piece.in_wide().for_each_head()
     gradient, out = gradient.to(each.query.dtype), out.to(each.query.dtype)
     weights, slope = _scores(each)
@@ -192,10 +189,14 @@ def _gradients_by_scores(
         errors.mul_(left)
         left.mul_(weights)
     dv = left.mT @ gradient
-    errors.sub_((gradient * out).sum(-1, keepdim=True)).mul_(weights).mul_(each.scale)
+    errors.sub_((gradient * out).sum(-1, keepdim=True)).mul_(weights)
+    of_mask: tuple[Tensor, ...] = ()
+    if piece.trains and piece.mask is not None:
+        of_mask, errors = (errors.sum_to_size(piece.mask.shape),), errors.clone()
+    errors.mul_(each.scale)
     if slope is not None:
         errors.mul_(slope)
-    return errors @ each.key, piece.as_grouped(errors.mT @ each.query), piece.as_grouped(dv)
+    return errors @ each.key, piece.as_grouped(errors.mT @ each.query), piece.as_grouped(dv), *of_mask
 
 
 def _scores(piece: AttentionPiece) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over a hidden dim that ranks share."""
+"""Layer norm, RMS norm and group norm over dims that ranks share."""
 
 from __future__ import annotations
 
@@ -78,6 +78,36 @@ def rms_norm(
     if eps is None:
         eps = torch.finfo(_wide(input.dtype)).eps
     return _norm(input, normalized_shape, weight, None, eps, hidden_groups, centers=False)[0]
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+    *,
+    channel_groups: Groups = (),
+    hidden_groups: Groups = (),
+) -> Tensor:
+    """``aten.group_norm``: of each group of channels, as :func:`layer_norm`, with a weight for each channel.
+
+    Args:
+        input: ``[n, g c, h..]``, ``S`` on all groups.
+        num_groups: ``g``, on all ranks.
+        weight, bias: ``[g c]``, sharded alike.
+        channel_groups: the mesh axes that shard the groups of channels.
+        hidden_groups: those that shard channels inside groups, or ``h..``, in any order.
+    """
+    own = num_groups // ranks(channel_groups)
+    if not hidden_groups:
+        return torch.ops.aten.group_norm.default(input, own, weight, bias, eps, cudnn_enabled)
+    apart = input.unflatten(1, (own, -1))
+    y = _norm(apart, list(apart.shape[2:]), None, None, eps, hidden_groups, centers=True)[0].flatten(1, 2)
+    each = -1, *(1,) * (y.dim() - 2)
+    y = y if weight is None else y * weight.view(each)
+    return y if bias is None else y + bias.view(each)
 
 
 def _norm(

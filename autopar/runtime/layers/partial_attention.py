@@ -129,7 +129,8 @@ def attend(
     Args:
         query: ``[b, h, n, d]``.
         key, value: ``[b, h or kv, m, d]`` and ``[b, h or kv, m, e]``; all of them, or those that this rank holds.
-        mask: broadcasts to ``[b, h, n, keys of all ranks]``; of booleans, or to be added to scores. It has no gradient.
+        mask: broadcasts to ``[b, h, n, keys of all ranks]``; of booleans, or added to scores. Its gradient is made of
+            scores of a piece.
         dropout_p: the share of weights that is dropped; what seeds it is drawn here.
         seen: by queries of keys, beside what ``mask`` hides.
         softcap: what scores are at most: ``softcap * tanh(score / softcap)``, before a mask is added.
@@ -139,8 +140,9 @@ def attend(
     """
     with torch.device("cpu"), spmd.no_typecheck():
         seed = torch.randint(SEEDS, ()) if dropout_p else None
-    call = partial(AttentionPiece, scale=scale, dropout_p=dropout_p, softcap=softcap)
-    base = None if softcap is None else _base(mask, key.dtype)
+    trains = mask is not None and mask.requires_grad
+    call = partial(AttentionPiece, scale=scale, dropout_p=dropout_p, softcap=softcap, trains=trains)
+    base = _base(mask, key.dtype) if trains or softcap is not None else None
     visits = _Visits(call, seen, places, key.shape[-2], _shown(mask, places.steps), seed, base)
     return _Attend.apply(query, key, value, mask, visits)
 
@@ -186,10 +188,11 @@ class _Attend(torch.autograd.Function):
         rest = mask, gradient, out, lse
         dq, held = torch.zeros_like(query, dtype=lse.dtype), _Packed.of(key, value, packs=visit.goes_around)
         home, behind = held.zeros(lse.dtype), None
+        of_mask = (torch.zeros_like(mask, dtype=lse.dtype),) if ctx.needs_input_grad[3] else ()
         for step, sent in enumerate([*visit.sent, 0]):
             coming = held.last(sent).send(ring) if sent else None
             found = held.zeros(lse.dtype) if step else home
-            dq, *_ = visit.backward(step, query, *held.parts, *rest, dq, *found.parts)
+            dq, *_ = visit.backward(step, query, *held.parts, *rest, dq, *found.parts, *of_mask)
             if behind is not None:
                 (found if visit.goes_around else home).add(behind())
             behind = found.send(ring, 1 if visit.goes_around else -step) if step else None
@@ -198,7 +201,7 @@ class _Attend(torch.autograd.Function):
             home.add(behind())
         dk, dv = (part.to(key.dtype) for part in home.parts)
         dq, dk, dv = places.left(dq.to(query.dtype), dk, dv)
-        return dq, dk, dv, None, None
+        return dq, dk, dv, of_mask[0].to(mask.dtype) if of_mask else None, None
 
 
 @dataclass(frozen=True)
@@ -253,28 +256,36 @@ class _Visits:
             _merge(out[:, :, at.queries], lse[:, :, at.queries], found, its_lse)
         return out, lse
 
-    def _backward(self, step: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        met, (gradient, out, lse, dq, dk, dv) = _Met(*tensors[:MET]), tensors[MET:]
+    def _backward(self, step: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        met, (gradient, out, lse, *totals) = _Met(*tensors[:MET]), tensors[MET:]
         for number, (at, piece) in enumerate(self._pieces(step, met)):
             drawn, rows, keys = self.drawn[step, number], at.queries, at.keys
             found = piece.backward(gradient[:, :, rows], out[:, :, rows], lse[:, :, rows], drawn)
-            for total, part, new in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
-                total[:, :, part] += new
-        return dq, dk, dv
+            parts = [total[:, :, part] for total, part in zip(totals, (rows, keys, keys), strict=False)]
+            parts += [_of_piece(of_mask, rows, self._among_all(step, met, keys)) for of_mask in totals[3:]]
+            for part, new in zip(parts, found, strict=True):
+                part += new
+        return tuple(totals)
+
+    def _block(self, step: int, met: _Met) -> int:
+        """Whose keys are here."""
+        return (int(met.source) - step) % self.places.steps
+
+    def _among_all(self, step: int, met: _Met, keys: slice) -> slice:
+        """The places among the keys of all ranks of some that are here, which are the last of a rank's."""
+        first = (self._block(step, met) + 1) * self.keys - met.key.shape[-2]
+        return slice(first + keys.start, first + keys.stop)
 
     def _pieces(self, step: int, met: _Met) -> Iterator[tuple[SeenPart, AttentionPiece]]:
         """The pieces of this step."""
-        block, keys = (int(met.source) - step) % self.places.steps, met.key.shape[-2]
+        block, keys = self._block(step, met), met.key.shape[-2]
         if met.base is None and met.mask is not None and self.places.steps > 1 and not step:
             _check_scores_count(met.mask)
         if met.shown is not None and not met.shown[block]:
             return
         runs = self.places.runs_of_keys(block, self.keys, keys)
         for number, each in enumerate(pieces(met.starts.tolist(), self.places.run, *runs, self.seen)):
-            first = (block + 1) * self.keys - keys
-            hidden = _part(
-                met.mask, each.queries, slice(first + each.keys.start, first + each.keys.stop), met.key.dtype
-            )
+            hidden = _part(met.mask, each.queries, self._among_all(step, met, each.keys), met.key.dtype)
             band = _band(each, self.seen.window, met.key)
             if band is not None:
                 hidden = band if hidden is None else hidden + band
@@ -303,10 +314,13 @@ MET = len(_Met._fields)
 
 def _part(mask: Tensor | None, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor | None:
     """A mask for some queries and keys, to be added to scores."""
-    if mask is None:
-        return None
+    return None if mask is None else additive(_of_piece(mask, queries, keys), dtype)
+
+
+def _of_piece(mask: Tensor, queries: slice, keys: slice) -> Tensor:
+    """A view of a mask, or of its gradient, for some queries and keys."""
     mask = mask if mask.shape[-1] == 1 else mask[..., keys]
-    return additive(mask if mask.shape[-2] == 1 else mask[..., queries, :], dtype)
+    return mask if mask.shape[-2] == 1 else mask[..., queries, :]
 
 
 def _band(piece: SeenPart, window: int | None, key: Tensor) -> Tensor | None:

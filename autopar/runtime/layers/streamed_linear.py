@@ -51,6 +51,24 @@ def linear(
     return _Gathered.apply(x, w, b, bool(token_groups), ring)
 
 
+def added_matmul(
+    addend: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    *,
+    beta: complex = 1,
+    alpha: complex = 1,
+    token_groups: Groups = (),
+    feature_groups: Groups = (),
+    sum_groups: Groups = (),
+) -> Tensor:
+    """``aten.addmm``; likewise of a linear layer whose ``weight`` is ``[k, n]``, and ``addend`` its bias."""
+    if not (token_groups or feature_groups or sum_groups):
+        return torch.ops.aten.addmm.default(addend, input, weight, beta=beta, alpha=alpha)
+    groups = {"token_groups": token_groups, "feature_groups": feature_groups, "sum_groups": sum_groups}
+    return linear(input, weight.mT, addend, **groups)
+
+
 def _panels(length: int, first: int, ring: ProcessGroup, like: Tensor) -> Iterator[Tensor]:
     """At each step of a ring, the places of a panel of ``length`` that is so many ranks ahead of this one first."""
     with spmd.no_typecheck():
@@ -103,7 +121,7 @@ class _Gathered(torch.autograd.Function):
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         length, last = x.shape[-2 if by_tokens else -1], ring.size() - 1
         held, behind, dx = x, None, None
-        dw = torch.zeros_like(w) if needs_w else None
+        dw = torch.empty_like(w) if needs_w else None
         for step, (read, made) in enumerate(
             zip(_panels(length, 0, ring, x), _panels(length, -1, ring, x), strict=True)
         ):
@@ -113,8 +131,10 @@ class _Gathered(torch.autograd.Function):
                 dx = dx if behind is None else dx.add_(behind())
                 behind = _sent(dx, ring) if step < last else None
             if dw is not None:
-                found = _rows(dy.index_select(-2, read) if by_tokens else dy).t() @ _rows(held)
-                dw = dw.add_(found) if by_tokens else dw.index_copy_(1, read, found)
+                if by_tokens:
+                    dw.addmm_(_rows(dy.index_select(-2, read)).t(), _rows(held), beta=float(step > 0))
+                else:
+                    dw.index_copy_(1, read, _rows(dy).t() @ _rows(held))
             held = held if coming is None else coming()
         return dx, dw, _rows(dy).sum(0) if needs_bias else None, None, None
 
@@ -146,14 +166,14 @@ class _Scattered(torch.autograd.Function):
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         last, held = ring.size() - 1, dy
         dx = torch.empty_like(x) if needs_x else None
-        dw = torch.zeros_like(w) if needs_w else None
+        dw = torch.empty_like(w) if needs_w else None
         db = w.new_zeros(w.shape[0]) if needs_bias else None
         for step, at in enumerate(_panels(dy.shape[-2], 0, ring, x)):
             coming = _sent(held, ring) if step < last else None
             if dx is not None:
                 dx.index_copy_(-2, at, held @ w)
             if dw is not None:
-                dw.add_(_rows(held).t() @ _rows(x.index_select(-2, at)))
+                dw.addmm_(_rows(held).t(), _rows(x.index_select(-2, at)), beta=float(step > 0))
             if db is not None:
                 db.add_(_rows(held).sum(0))
             held = held if coming is None else coming()

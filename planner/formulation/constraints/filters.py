@@ -52,7 +52,7 @@ def filters(
     if pins.batch_norm is not None:
         check_batch_norm(graph, rules)
     if not pins.sizes and not pins.layers and mesh.micro_batches == 1:
-        return (lambda *_: True) if pins.any_way else None, None
+        return (lambda *_: True) if pins.streamed else None, None
     names = mesh.names
     # Without a pinned size, an axis of whatever name is free: that of a further program, see planner/plan/further.py.
     roles = [ROLES.get(name) if pins.sizes else None for name in names]
@@ -98,7 +98,7 @@ def filters(
         for glob, wanted in pins.layers.items():
             if node.name in pinned[glob] and names[axis] in wanted:
                 return str(strategy) == wanted[names[axis]]
-        if strategy.way.pinned and not pins.any_way:
+        if strategy.way.streamed and not pins.streamed:
             return False
         role, size = roles[axis], mesh.axes[axis].size
         if names[axis] == MICRO:
@@ -117,6 +117,8 @@ def filters(
         if role.shards == "context" and node.name in attend:
             return strategy.sharded in attend[node.name][role.name]
         if role.shards != WEIGHTS:
+            if strategy.way.streamed:  # shards a weight
+                return False
             for label in role.labels:
                 if has(node, dims[label], ranks_sharing(mesh, label)):
                     may_be_whole = label == "context" and not strategy.factor and makes_keys(graph, node)
@@ -130,6 +132,9 @@ def filters(
         if kept:
             kept = kept[:1] if normalizes(node) else kept
             return any(labelled(node, strategy, dims[label]) for label in kept)
+        if strategy.way.streamed:
+            along = labelled(node, strategy, dims["context"])
+            return holds and strategy.factor in weighted[node.name] and not (along and pins.sequence_parallel is False)
         if labelled(node, strategy, dims["context"]):  # how attention goes along the sequence the context axis says
             return pins.sequence_parallel is not False and not holds and node.name not in attend
         if pins.sequence_parallel and normalizes(node) and has(node, dims["context"], size):

@@ -74,7 +74,7 @@ class Pins:
             each block as soon as its gradients are complete.
         activations: of how many blocks, the first ones (of each stage), what is saved for backward may leave for where
             model data is at home: a count or ``all``; ``None`` leaves it to the search.
-        any_way: operators may be run in ways that are for pins alone, too: what is decided is only carried over.
+        streamed: linear layers may be streamed, where nothing in ``layers`` says so, too.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Pins:
     offload: Offload | None = None
     update: Update = "after"
     activations: Activations | None = None
-    any_way: bool = False
+    streamed: bool = False
 
     @staticmethod
     def parse(pin: Mapping[str, object] | None) -> Pins:
@@ -117,7 +117,7 @@ class Pins:
             "update",
             "activations",
         }
-        known |= {"layers", "tables", "schedule", "batch_norm"}
+        known |= {"layers", "tables", "schedule", "batch_norm", "streamed"}
         unknown = sorted(set(pin) - known, key=str)
         if unknown:
             told = "".join(f"; {hint}" for name in unknown if (hint := meant(name, known)))
@@ -127,6 +127,9 @@ class Pins:
         counts = {name: _count(name, what, pin.pop(name, None)) for name, what in COUNTS.items()}
         schedule = _schedule(pin.pop("schedule", None), counts["virtual_stages"])
         batch_norm = _batch_norm(pin.pop("batch_norm", None))
+        streamed = pin.pop("streamed", None)
+        if streamed not in (None, True, False):
+            raise PinError(f"pin 'streamed' is {streamed!r}; it is True or False")
         sizes = read_tensor(pin.get("tensor"), pin.get("depth") is not None)
         pin |= {"tensor": None} if sizes else {}
         for name in pinnable():
@@ -186,6 +189,7 @@ class Pins:
             offload,
             update,
             activations,
+            bool(streamed),
         )
 
     @property
@@ -233,6 +237,8 @@ class Pins:
             found["zero"] = dict(self.zero) if isinstance(self.zero, Mapping) else self.zero
         if self.recompute is not None:
             found["recompute"] = {"keep": list(self.keep)} if self.keep else self.recompute
+        if self.streamed:
+            found["streamed"] = True
         if self.layers:
             found["layers"] = {path: dict(axes) for path, axes in self.layers.items()}
         if self.tables:

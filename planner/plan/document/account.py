@@ -172,7 +172,7 @@ def _meaning(
     """
     if not strategy.factor:
         return "terms" if strategy.kind == "partial" else "whole"
-    if strategy.way.name and not strategy.way.pinned:
+    if strategy.way.name and not strategy.way.streamed:
         return strategy.way.name
     rule = space.rules[node.name]
     for word, dims in labels.items():

@@ -292,7 +292,7 @@ def reduction_cases() -> Iterator[Case]:
     yield case("norm.ScalarOpt_dtype", randn(4, 8), 2, dtype=torch.float64)
     yield case("linalg_vector_norm", randn(4, 8))
     yield case("linalg_vector_norm", randn(4, 8), 1, [-1], True)
-    for name in reduction.SOFTMAX.split():
+    for name in f"{reduction.SOFTMAX} {reduction.WHOLE_SOFTMAX}".split():
         half_to_float = (False,) if name in ("_softmax", "_log_softmax") else ()
         yield case(name, randn(4, 3, 8), 1, *half_to_float)
         yield case(name, randn(4, 8), -1, *half_to_float)
@@ -419,7 +419,24 @@ def own_classes(strategy: AxisStrategy, ranks: list[Args]) -> list[Any] | None:
     return [whole.chunk(len(ranks), -1)[rank] for rank, whole in enumerate(wholes)]
 
 
-LOCAL_FORMS: dict[str, LocalForm] = {"mean": global_mean, "mean.dim": global_mean, "one_hot": own_classes}
+def over_ranks(name: str) -> LocalForm:
+    """The local form of a softmax: this rank's part of that of all."""
+
+    def form(strategy: AxisStrategy, ranks: list[Args]) -> list[Any] | None:
+        if strategy.factor != "classes":
+            return None
+        whole = torch.cat([args["self"] for args in ranks], ranks[0]["dim"])
+        return [*op_named(name)(**{**ranks[0], "self": whole}).chunk(len(ranks), ranks[0]["dim"])]
+
+    return form
+
+
+LOCAL_FORMS: dict[str, LocalForm] = {
+    "mean": global_mean,
+    "mean.dim": global_mean,
+    "one_hot": own_classes,
+    **{name: over_ranks(name) for name in reduction.SOFTMAX.split()},
+}
 
 # What these hold is whatever was there.
 UNINITIALISED = {

@@ -339,14 +339,18 @@ RINGS = [
 
 
 @pytest.mark.parametrize("sizes, factors", RINGS)
-@pytest.mark.parametrize("hides", ["nothing", "later", "padding", "far", "all"])
+@pytest.mark.parametrize("hides", ["nothing", "later", "padding", "far", "all", "bias", "bias of queries"])
 def test_ring_attention(sizes: Any, factors: Any, hides: str) -> None:
-    """Grouped queries, heads of values of another size, and every kind of mask; one that hides all leaves zeros."""
+    """Grouped queries, heads of values of another size, and every kind of mask; one that hides all leaves zeros, and
+    biases are trained.
+    """
     places, keys = torch.arange(16), 8 if hides == "padding" else 16
     masks = {
         "padding": torch.arange(8) < torch.tensor([5, 2]).view(2, 1, 1, 1),
         "far": ((places.unsqueeze(1) - places) % 16 < 3).expand(1, 1, 16, 16),
         "all": (torch.rand(2, 4, 16, 16) < 0.2) & (places < 14).unsqueeze(1),
+        "bias": randn(4, 16, 16).masked_fill(places > 13, torch.finfo(torch.float64).min),
+        "bias of queries": randn(2, 1, 16, 1),
     }
     args = (randn(2, 4, 16, 6), randn(2, 2, keys, 6), randn(2, 2, keys, 10), masks.get(hides), 0.0, hides == "later")
     op = aten.scaled_dot_product_attention.default
@@ -447,6 +451,27 @@ def test_norm_over_several_shared_dims(factors: Any) -> None:
     check_layer(aten.layer_norm.default, (randn(4, 2, 2, 2, 4, 2), [2, 2, 2, 4, 2]), (2, 2), ("h3", "d0"))
 
 
+@pytest.mark.parametrize("sizes, factors, outers", [
+    ((4,), ("g",), (1,)), ((2, 2), ("g", "c"), (1, 1)), ((2, 2), ("h", "n"), (1, 1)), ((2, 2), ("c", "h1"), (1, 1)),
+])  # fmt: skip
+@pytest.mark.parametrize("affine", [True, False])
+def test_group_norm(sizes: Any, factors: Any, outers: Any, affine: bool) -> None:
+    x = 3 * randn(2, 16, 4, 6) + 100 * randn(2, 16, 1, 1)
+    check_layer(aten.group_norm.default, (x, 4, *((randn(16), randn(16)) * affine)), sizes, factors, outers)
+
+
+@pytest.mark.parametrize("sizes, factors", [
+    ((4,), ("classes",)), ((2, 2), ("classes", "classes")), ((2, 2), ("d0", "classes")),
+])  # fmt: skip
+def test_softmax_over_a_shared_dim(sizes: Any, factors: Any) -> None:
+    """Of numbers whose exponentials no rank could sum by itself."""
+    x = 50 * randn(4, 8, 3) + 800
+    for op in (aten.softmax.int, aten.log_softmax.int):
+        check_layer(op, (x, 1), sizes, factors)
+    for op in (aten._softmax.default, aten._log_softmax.default):
+        check_layer(op, (x, 1, False), sizes, factors)
+
+
 def test_norm_in_half_precision_rounds_as_its_operator_does() -> None:
     x, weight = (randn(4, 8) + 3).bfloat16(), randn(8).bfloat16()
     with simulated(1) as (mode, mesh):
@@ -462,6 +487,7 @@ def test_streamed_linear(way: str) -> None:
     x, weight, bias = randn(2, 8, 12), randn(16, 12), randn(16)
     check_layer(aten.linear.default, (x, weight, bias), (4,), (way,))
     check_layer(aten.linear.default, (x, weight), (2, 2), ("m0", way))
+    check_layer(aten.addmm.default, (bias, x[0], weight.T.contiguous()), (4,), (way,))
 
 
 @pytest.mark.parametrize("sizes, factors", meshes("g", "n"))

@@ -157,9 +157,9 @@ def test_wrong_results_to_keep_are_refused(keeps: dict[str, Any], says: str) -> 
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        ({"full": 3}, "recomputes 3 instances of block 'transformer.h.*', which occurs 2 times"),
+        ({"full": 3}, "block 'transformer.h.*' has 2 instances, of which 3 recompute"),
         ({"some": 1}, "it takes 'gathered', 'resharded', 'selective', 'full', each with a whole number"),
-        ({"full": -1}, "it takes 'gathered', 'resharded', 'selective', 'full', each with a whole number"),
+        ({"full": -1}, "block 'transformer.h.*', 'recompute', has -1, and sizes, counts and seconds are not below 0"),
     ],
 )
 def test_wrong_amounts_in_a_plan_are_refused(wrong: dict[str, int], says: str) -> None:

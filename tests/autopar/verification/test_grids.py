@@ -21,6 +21,8 @@ from tests.autopar.workers import cluster_of
 
 PANELS = {"layers": {"model.layers.*": {"column": "n.panels"}}, "recompute": "full"}
 """As Optimus has it: panels of activations go along columns for every product, again in backward."""
+ADDED = {"layers": {"transformer.h.*": {"column": "n.panels"}}, "recompute": "full"}
+"""Likewise, where layers are ``addmm``."""
 RINGS = {
     **{f"*.{name}_proj": {"tensor": "n.ring"} for name in ("q", "k", "v", "gate", "up")},
     **{f"*.{name}_proj": {"tensor": "k.ring"} for name in ("o", "down")},
@@ -32,7 +34,7 @@ def images() -> Batch:
 
 
 CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]] = [
-    (models.gpt2, models.text, {"tensor": [2, 2], "data": 2, "zero": 3, "recompute": "full"}),
+    (models.gpt2, models.text, {"tensor": [2, 2], "data": 2, "zero": 3, **ADDED}),
     (models.llama, models.text, {"tensor": [2, 2], **PANELS}),
     (models.llama, models.text, {"tensor": 2, "data": 2, "zero": 3, "layers": RINGS}),
     (models.llama, models.text, {"tensor": [2, 2], "depth": 2}),

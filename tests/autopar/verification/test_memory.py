@@ -37,6 +37,7 @@ CASES = [
     ),
     ("t5", (4, {"data": 2, "tensor": 2, "zero": 3})),  # the whole model is one block that gathers again
     ("llama", (4, {"context": 4, "context_kind": "ring"})),
+    ("t5", (4, {"context": 4, "context_kind": "ring"})),  # a bias that is trained, and dropout
     ("llama", (4, {"context": 4, "context_kind": "zigzag"})),
     ("llama", (4, {"context": 4, "context_kind": "zigzag_gather"})),
     ("gpt2", (4, {"context": 4, "context_kind": "zigzag"})),  # likewise

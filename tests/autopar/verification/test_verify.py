@@ -264,10 +264,10 @@ class Wrapped(nn.Module):
 
     def __init__(self, inner: nn.Module):
         super().__init__()
-        self.first, self.culprit = nn.Linear(16, 16), inner
+        self.First, self.culprit = nn.Linear(16, 16), inner  # fx would have it in lower case
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.culprit(self.first(x)).square().mean()
+        return self.culprit(self.First(x)).square().mean()
 
 
 class Noise(nn.Module):
@@ -294,7 +294,7 @@ def test_a_wrong_row_of_the_op_table_is_caught(monkeypatch: pytest.MonkeyPatch) 
             Wrapped(Bend()),
             ClusterSpec.local(2),
             example_kwargs={"x": torch.randn(8, 16)},
-            pin={"tensor": 2, "layers": {"first": {"tensor": "n"}}},
+            pin={"tensor": 2, "layers": {"First": {"tensor": "n"}}},
         )
 
 

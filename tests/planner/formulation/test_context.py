@@ -268,7 +268,6 @@ def test_what_goes_around_is_hidden_where_links_and_cores_are_apart() -> None:
 
 
 @pytest.mark.parametrize("kind, given, message", [
-    ("ring", {"biased": True}, "'ring', but attention 'attn' has a mask that is trained"),
     ("zigzag", {"is_causal": False}, "'zigzag', but attention 'attn' is not causal.*: pin 'ring' or 'gather'"),
     ("zigzag_gather", {"biased": True}, "'zigzag_gather', but attention 'attn' is not causal"),
     ("zigzag", {"length": 60}, "has 60 queries, of which 4 ranks .* pad the sequence to 64, or pin 'ring' or 'gather'"),

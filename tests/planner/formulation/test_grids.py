@@ -102,7 +102,7 @@ def test_everything_is_shared_by_all_ranks_of_a_grid() -> None:
 
 def test_streamed_products_hide_what_goes_around_and_save_shards() -> None:
     rings = {"*.up": {"tensor": "n.ring"}, "*.down": {"tensor": "k.ring"}}
-    graph, spec = transformer(2, batch=8, hidden=4096, length=1024), ClusterSpec.preset("dgx-h100")
+    graph, spec = transformer(2, batch=8, hidden=4096, length=4096), ClusterSpec.preset("dgx-h100")
     whole_, streamed = (
         search(graph, spec, whole({"tensor": 8, "layers": layers, "recompute": "none"}), Training())
         for layers in ({"*.up": {"tensor": "n"}, "*.down": {"tensor": "k"}}, rings)
@@ -113,14 +113,17 @@ def test_streamed_products_hide_what_goes_around_and_save_shards() -> None:
     assert streamed.memory.saved_bytes < whole_.memory.saved_bytes / 2
     up = streamed.assignment.choice(graph.by_name["up1"])
     assert (up.operands[0], up.results[0]) == ((Shard(1),), (Shard(2),))
-    free = search(graph, spec, whole({"tensor": 8}), Training()).assignment
-    assert not any(axis.way.pinned for node in graph.operators for axis in free.choice(node).axes)
+    free = search(graph, spec, whole({"tensor": 8, "streamed": True}), Training()).assignment
+    assert free.choice(graph.by_name["up1"]) == up, "found where there are enough tokens"
+    short = transformer(2, batch=8, hidden=4096, length=64)
+    for few in (search(short, spec, whole({"tensor": 8, "streamed": True}), Training()), whole_):
+        assert not any(axis.way.streamed for node in short.operators for axis in few.assignment.choice(node).axes)
     with pytest.raises(PinError, match=r"n.ring has size 2, which 4 ranks do not divide"):
         found(transformer(2, length=6), 4, {"tensor": 4, "layers": rings})
 
 
 def test_pins_keep_their_form() -> None:
-    for pin in ({"data": 2, "tensor": [2, 4]}, {"depth": 2, "tensor": [4, 4]}, {"tensor": [2, 2, 3]}):
+    for pin in ({"data": 2, "tensor": [2, 4], "streamed": True}, {"depth": 2, "tensor": [4, 4]}, {"tensor": [2, 2, 3]}):
         assert Pins.parse(pin).to_dict() == pin
     assert Pins.parse({"depth": 2, "tensor": (2, 2)}).sizes == {"depth": 2, "row": 2, "column": 2}
     plan = plan_of(transformer(2, batch=8), cluster(8), {"tensor": [2, 2]})
@@ -155,6 +158,7 @@ def test_pins_keep_their_form() -> None:
             {"depth": 4, "tensor": [2, 2]},
             "the product of pins 'depth' and 'tensor' is 8 but input 'x' has a batch of 20, which it does not divide",
         ),
+        (transformer(2), 4, {"tensor": 4, "streamed": 2}, "pin 'streamed' is 2; it is True or False"),
         (transformer(2), 3, {"tensor": [1, 3]}, "pin 'tensor': axis 'column' is 3, .* hidden dim .* none: 64; pin"),
     ],
 )

@@ -166,24 +166,33 @@ def test_partial_sums_are_never_made_up():
 
 @pytest.mark.parametrize("src, dst, phase", [(P, I, "forward"), (I, R, "backward")])
 def test_large_sums_over_nodes_are_scattered_inside_them_first(src, dst, phase):
-    """Sums of activations and of gradients, over an axis across nodes and one inside."""
-    cost, mesh = CostModel(ClusterSpec.preset("dgx-h100", nodes=4)), Mesh.of(across=4, inside=8)
+    """Sums of activations and of gradients, over an axis across nodes and one inside; and one across rooms."""
+    fields = ClusterSpec.preset("dgx-h100", nodes=4).to_dict()
+    node, nodes = fields["levels"]
+    rooms = {**nodes, "name": "rooms", "bandwidth_bytes_per_s": nodes["bandwidth_bytes_per_s"] / 4}
 
-    def calls(rows):
-        tensor = TensorType((rows, 64), "bfloat16", grad=True)
+    def calls(rows, levels, **sizes):
+        cost, mesh = CostModel(ClusterSpec.from_dict({**fields, "levels": levels})), Mesh.of(**sizes)
+        tensor, shards = TensorType((rows, 64), "bfloat16", grad=True), (Shard(0), Shard(1))
         prices = ReshardingTable(
-            tensor, mesh, (Shard(0),), lambda kind, axis, size, _: cost.collective_s(kind, axis, size), 0.0, 0.0
+            tensor, mesh, shards, lambda kind, axis, size, _: cost.collective_s(kind, axis, size), 0.0, 0.0
         )
-        steps = prices.route((src, src), (dst, dst))
+        steps = prices.route((src,) * len(sizes), (dst,) * len(sizes))
         found = [call for step in steps for call in step.collectives(tensor, mesh) if call.phase == phase]
         found = found[::-1] if phase == "backward" else found
         return [(call.kind, call.axis, call.bytes_in) for call in found]
 
-    assert sorted(calls(8)) == [("all_reduce", "across", 1024), ("all_reduce", "inside", 1024)]
-    size = 2**20 * 128
-    assert calls(2**20) == [
-        ("reduce_scatter", "inside", size), ("all_reduce", "across", size // 8), ("all_gather", "inside", size // 8),
-    ]  # fmt: skip
+    two, three, size = {"across": 4, "inside": 8}, {"far": 4, "across": 4, "inside": 8}, 2**20 * 128
+    assert sorted(calls(8, [node, nodes], **two)) == [("all_reduce", "across", 1024), ("all_reduce", "inside", 1024)]
+    first, last = ("reduce_scatter", "inside", size), ("all_gather", "inside", size // 8)
+    assert calls(2**20, [node, nodes], **two) == [first, ("all_reduce", "across", size // 8), last]
+    assert calls(2**20, [node, nodes, rooms], **three) == [
+        first,
+        ("reduce_scatter", "across", size // 8),
+        ("all_reduce", "far", size // 32),
+        ("all_gather", "across", size // 32),
+        last,
+    ]
 
 
 def test_the_major_axis_is_gathered_after_the_minor_one():

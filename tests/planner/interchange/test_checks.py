@@ -186,7 +186,7 @@ GOOD: dict[str, list[str]] = {
     ],
     "fsdp2": [
         fsdp2({"data": 8}),
-        fsdp2({"data": 4, "tensor": 2}, PRODUCTS=LINEAR),
+        fsdp2({"data": 4, "tensor": 2}, PRODUCTS=LINEAR, ALONG_SEQUENCE={"model.norm": "along 1"}),
         fsdp2({"pipeline": 2, "data": 4}, STAGES=[4, 4], SCHEDULE="1f1b", MICRO_BATCHES=4, ZERO=2),
         fsdp2({"replicate": 2, "data": 4}, RECOMPUTE="full"),
         fsdp2({"pipeline": 4, "data": 2}, STAGES=[1] * 8, SCHEDULE="interleaved_1f1b", MICRO_BATCHES=4, ZERO=2),
@@ -214,6 +214,12 @@ def test_a_good_one_passes(name: str, text: str) -> None:
     assert d is not None
     assert d.size == 8
     assert guess(text).name == name
+
+
+def test_norms_that_have_some_tokens_say_along_which_dim() -> None:
+    text = fsdp2({"data": 4, "tensor": 2}, PRODUCTS=LINEAR, ALONG_SEQUENCE={"model.norm": "sequence"})
+    _, mistakes = check(text, format_of("fsdp2"), MODEL, 8)
+    assert "has 'sequence' for 'model.norm'; it is 'along 1' or 'gathered along 1'" in str(mistakes[0])
 
 
 def test_there_are_thirty_of_each() -> None:

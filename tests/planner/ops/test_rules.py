@@ -113,7 +113,7 @@ RULES = [
     ("sum.dim_IntList", [T(4, 1)], {"self": x, "dim": (-1,), "keepdim": True}, "[d0 d1] -> [d0 1]; linear 0"),
     ("mean.default", [T()], {"self": x}, "[d0 d1] -> []; linear 0"),
     ("amax.default", [T(4)], {"self": x, "dim": (1,), "keepdim": False}, "[d0 d1!] -> [d0]"),
-    ("softmax.int", [T(4, 6)], {"self": x, "dim": -1}, "[d0 d1!] -> [d0 d1!]"),
+    ("softmax.int", [T(4, 6)], {"self": x, "dim": -1}, "[d0 classes] -> [d0 classes]"),
     ("cumsum.default", [T(4, 6)], {"self": x, "dim": 1}, "[d0 d1!] -> [d0 d1!]; linear 0"),
     ("topk.default", [T(4, 2), T(4, 2, dtype="int64")], {"self": x, "k": 2, "dim": -1},
      "[d0 d1.in0!] -> [d0 d1.out0!], [d0 d1.out1!]"),
