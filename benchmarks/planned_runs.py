@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from autopar.driver.trace import Traced, trace
 from benchmarks.plan_time import llama
 from benchmarks.published import FULL, HALF, MEGATRON_CHOICES, ROWS, Compared, llama_cluster
+from planner.analysis.pipeline.staged import in_one_piece
 from planner.analysis.prediction import predict, predict_micro_batched
 from planner.base.errors import AutoparError, InfeasibleError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
-from planner.formulation.certificate import Decided
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.remat.levels import LEVELS, Amount, Recompute
 from planner.formulation.resharding import local_bytes
@@ -38,7 +38,6 @@ from planner.ir.layout import Axis
 from planner.search.branch_and_bound import Searched
 from planner.search.candidates import PROVED
 from planner.search.search import search
-from planner.solve.problem import evaluate
 
 TRAINING = Training(optimizer_bytes_per_element=12)
 """Adam's two moments and the master copy of half precision parameters, in float32."""
@@ -267,10 +266,8 @@ def _half(found: Searched) -> Searched:
     """The same decisions with half of the blocks of every kind recomputed in full."""
     space = found.assignment.space
     amounts = tuple(Amount.of({"full": len(kind) // 2 if len(kind) > 1 else 0}) for kind in space.folded.kinds)
-    recompute = Recompute(amounts)
-    problem = Decided(replace(found.assignment, recompute=recompute), space.decision_graph).problem(None, recompute)
-    evaluation = evaluate(problem, (0,) * len(problem.vertices))
-    return replace(found, best=replace(found.best, recompute=recompute, evaluation=evaluation))
+    staged = in_one_piece(replace(found.assignment, recompute=Recompute(amounts)))
+    return replace(found, best=replace(found.best, staged=staged))
 
 
 def _freely(run: Run, traced: Traced, cluster: ClusterSpec, training: Training) -> Run:

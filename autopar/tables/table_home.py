@@ -89,7 +89,9 @@ class TableHome:
         """Raises :class:`DiskError` unless the file can have so many rows more."""
         if self._path is None or not rows:
             return
-        needed, free = rows * each_bytes, shutil.disk_usage(os.path.dirname(self._path)).free
+        found = os.stat(self._path)
+        needed = min(rows * each_bytes, found.st_size - 512 * found.st_blocks)  # pages may have been written for others
+        free = shutil.disk_usage(os.path.dirname(self._path)).free
         if needed > free:
             raise DiskError(
                 f"to write {rows:,} rows more to {self._path!r}, which has {int(self._is_written.sum()):,} of "

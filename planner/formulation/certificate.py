@@ -83,7 +83,7 @@ class Certificate:
         return (
             f"{verdict}{of}: folded {self.objective_s:.9g} s, unfolded {self.unfolded_s:.9g} s over {self.decisions:,} "
             f"decisions and {self.edges:,} edges, differing by {off_s:.3g} s and {self.difference_bytes:,} bytes; "
-            f"{rest}no plan that fits by the search's sum is below {self.bound_s:.9g} s"
+            f"{rest}no plan that fits is below {self.bound_s:.9g} s"
         )
 
 

@@ -8,9 +8,8 @@ decides says :mod:`planner.formulation.assignment`.
 from __future__ import annotations
 
 import copy
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import cast
 
@@ -197,44 +196,34 @@ class Space(LocalCosts):
         """Keeps a storage layout of a leaf; ``None``: all are kept."""
         return self._node_options.allow_leaf
 
-    def vertices(
-        self, limit_bytes: int | None, recompute: Recompute = NOTHING, up_to: Sequence[Recompute] = ()
-    ) -> tuple[Vertex, ...]:
+    def vertices(self, limit_bytes: int | None, recompute: Recompute = NOTHING) -> tuple[Vertex, ...]:
         """The decisions by themselves, in the order of :attr:`variables`: work and storage, without communication.
 
         Arguments are those of :meth:`problem`.
         """
         limit = math.inf if limit_bytes is None else limit_bytes
-        key = limit_bytes, self.in_flight, self.pace, recompute, *up_to
+        key = limit_bytes, self.in_flight, self.pace, recompute
         if self._last is None or self._last[0] != key:
-            amounts = (recompute, *up_to)
-            # What operators hold is the same whether parameters are gathered again or not.
-            held_with = tuple(dict.fromkeys(each.without_gathered() for each in amounts))
-            self._last = key, tuple(self._vertex(variable, amounts, held_with, limit) for variable in self.variables)
+            self._last = key, tuple(self._vertex(variable, recompute, limit) for variable in self.variables)
         return self._last[1]
 
-    def problem(
-        self, limit_bytes: int | None, recompute: Recompute = NOTHING, up_to: Sequence[Recompute] = ()
-    ) -> Problem:
+    def problem(self, limit_bytes: int | None, recompute: Recompute = NOTHING) -> Problem:
         """The solver's problem; vertex ``i`` decides variable ``self.variables[i]``.
 
-        Args:
-            recompute: what is recomputed, at least.
-            up_to: more of it, in growing amounts. Then the problem is one of bounds: with ``recompute``, any of
-                these or anything between, an assignment takes at least as long and holds at least as much.
+        Its bytes are a sum of what all decisions hold, not of what is alive at once.
         """
         index = {variable: i for i, variable in enumerate(self.variables)}
-        least, most = (self.decision_graph.flows_again(each) for each in (recompute, (recompute, *up_to)[-1]))
-        enlarged, as_made = self.decision_graph.as_made(recompute).again, self._as_made((recompute, *up_to))
+        runs_again = self.decision_graph.flows_again(recompute)
+        enlarged, as_made = self.decision_graph.as_made(recompute).again, self._as_made(recompute)
         edges = []
         known: dict[object, Pair] = {}  # edges that convert alike, equally often, share costs
         for flow, count in self.decision_graph.flows.items():
             tail, head, ref, _ = flow
             pair, is_param = self.edge_costs.of(flow), self.graph.by_name[ref.node].op == "param"
-            again, kept, late = least.get(flow, 0), count, False
+            again, kept, late = runs_again.get(flow, 0), count, False
             if is_param and not self.unsharding.once_per_step:
                 # Where it is gathered again, it is there only while an operator runs, and counts as that one's.
-                kept -= most.get(flow, 0)
+                kept -= again
             elif is_param and self.mesh.micro_batches > 1 and self.graph.type_of(ref).grad:
                 kept, late = 2 * kept, tail in self.members
             larger, held_as_made = enlarged.get(flow, 0), as_made.get(flow, ())
@@ -246,7 +235,7 @@ class Space(LocalCosts):
                 if larger or held_as_made:
                     known[key] = self._kept_as_made(flow, known[key], larger, held_as_made)
             edges.append(Edge(index[tail], index[head], *known[key]))
-        return Problem(self.vertices(limit_bytes, recompute, up_to), tuple(edges), limit_bytes)
+        return Problem(self.vertices(limit_bytes, recompute), tuple(edges), limit_bytes)
 
     def _costs(
         self,
@@ -279,51 +268,34 @@ class Space(LocalCosts):
             return there_s + back_s, np.zeros(forward.shape), held
         return there_s, back_s, held
 
-    def _as_made(self, amounts: Sequence[Recompute]) -> dict[Flow, tuple[tuple[tuple[int, int, int], ...], ...]]:
-        """Of flows whose values are kept as they were made, for each amount by operand position: how many are held, and
-        whether one is there, as its reader takes it, while a block runs its backward.
+    def _as_made(self, recompute: Recompute) -> dict[Flow, tuple[tuple[int, int, int], ...]]:
+        """Of flows whose values are kept as they were made, by operand position: how many are held, and whether one is
+        there, as its reader takes it, while a block runs its backward.
         """
-        each = [self.decision_graph.as_made(amount) for amount in amounts]
+        as_made = self.decision_graph.as_made(recompute)
         one_runs = not self.micro_batched or self.in_flight is not None
         return {
             flow: tuple(
-                dict.fromkeys(
-                    tuple(
-                        (at, as_made.held[flow, at], int(one_runs and (flow, at) in as_made.leading))
-                        for at in range(len(flow[3]))
-                        if (flow, at) in as_made.held
-                    )
-                    for as_made in each
-                )
+                (at, as_made.held[flow, at], int(one_runs and (flow, at) in as_made.leading))
+                for at in range(len(flow[3]))
+                if (flow, at) in as_made.held
             )
-            for flow in dict.fromkeys(flow for as_made in each for flow, _ in as_made.held)
+            for flow in dict.fromkeys(flow for flow, _ in as_made.held)
         }
 
-    def _kept_as_made(
-        self,
-        flow: Flow,
-        costs: Pair,
-        larger: int,
-        held: tuple[tuple[tuple[int, int, int], ...], ...],
-    ) -> Pair:
+    def _kept_as_made(self, flow: Flow, costs: Pair, larger: int, held: tuple[tuple[int, int, int], ...]) -> Pair:
         """The costs of a resharding with what it takes to keep its value as it was made.
 
         Args:
             larger: how often it runs again in backward if it makes the value larger.
-            held: what is held with each of several amounts, of which the least counts: see :meth:`_as_made`.
+            held: what is held: see :meth:`_as_made`.
         """
         found = self.edge_costs.enlarging(flow)
         seconds, background, held_bytes = costs
-        sizes = [
-            sum(
-                (found.smaller_bytes[at] * times + found.larger_bytes[at] * leads for at, times, leads in places),
-                np.zeros(seconds.shape, np.int64),
-            )
-            for places in held
-        ]
+        sizes = [found.smaller_bytes[at] * times + found.larger_bytes[at] * leads for at, times, leads in held]
         if sizes:
-            least = (np.min(sizes, axis=0) * (self.in_flight or 1.0)).astype(np.int64)
-            held_bytes = held_bytes + self.on_average(least)
+            every = np.sum(sizes, axis=0) * (self.in_flight or 1.0)
+            held_bytes = held_bytes + self.on_average(every.astype(np.int64))
         return seconds + _often(found.again_s, larger * self.pace.rounds), background, held_bytes
 
     def late_gradients(self, flow: Flow) -> Ints:
@@ -338,16 +310,8 @@ class Space(LocalCosts):
         """Bytes that the average rank holds of what the stages hold together, rounded down so that bounds stay ones."""
         return held // self.stages
 
-    def _vertex(
-        self, variable: Variable, amounts: Sequence[Recompute], held_with: Sequence[Recompute], limit_bytes: float
-    ) -> Vertex:
-        """One decision.
-
-        Args:
-            amounts: what runs again, at least and at most.
-            held_with: amounts of recomputation; what is held is the least of what is held with each.
-            limit_bytes: what a rank may hold.
-        """
+    def _vertex(self, variable: Variable, recompute: Recompute, limit_bytes: float) -> Vertex:
+        """One decision, of a rank that may hold so much."""
         options = self.options[variable]
         size, times = len(options), len(self.members.get(variable, (variable,)))
         time, cover = np.zeros(size), np.zeros(size)
@@ -358,17 +322,17 @@ class Space(LocalCosts):
                 for i, layout in enumerate(options):
                     assert isinstance(layout, tuple)
                     time[i], held[i] = self.storage(node, layout)
-                    held[i] -= self.not_with_all(node, layout)
+                    held[i] -= self.not_with_all(node, layout) * self.micro_batched
                 held, once = self.on_average(held * times), times / self.stages
                 return Vertex(str(variable), time * once, np.zeros(size), cover, held, transient)
-            again = self.decision_graph.runs_again(variable, amounts[0])
+            again = self.decision_graph.runs_again(variable, recompute)
             (forward, backward, inner_again, inner_backward), transient, parameters = self.works_of(node, options)
             inner = inner_again + inner_backward
-            again_everywhere = all(each.levels(cast(int, variable[1])) for each in amounts)
+            again_somewhere = bool(recompute.levels(cast(int, variable[1])))
             # Parameters come only then, or are gathered again (see :meth:`problem`), or their gradients lie beside the
             # buckets that the host keeps for them (see autopar/runtime/host/gradient_buckets.py).
             is_away, on_cpu = self.training.tier != "device", self.cost.cluster.on_cpu
-            if is_away or (not self.micro_batched and (again_everywhere or on_cpu)):
+            if is_away or (not self.micro_batched and (again_somewhere or on_cpu)):
                 transient = transient + parameters
             pace = self.pace
             time = (forward + backward + inner) * (
@@ -376,7 +340,8 @@ class Space(LocalCosts):
             )
             time += (forward + inner_again) * (again * pace.rounds)
             cover = backward * self.overlap * (times / self.stages)
-            held = functools.reduce(np.minimum, [self.held_by(variable, node, options, each) for each in held_with])
+            # What operators hold is the same whether parameters are gathered again or not.
+            held = self.held_by(variable, node, options, recompute.without_gathered())
             held = self.on_average((held * (self.in_flight or 1.0)).astype(np.int64))
             # A rank with this operator may hold less than the average, and less than all when it runs.
             if self.micro_batched and self.in_flight is None:
@@ -388,7 +353,7 @@ class Space(LocalCosts):
         """Bytes of the gradient of a parameter where a step has one micro-batch: there is no moment at which all that
         is saved and all gradients are there.
         """
-        is_alone = self.micro_batched and self.mesh.micro_batches == 1 and self.training.tier == "device"
+        is_alone = self.mesh.micro_batches == 1 and self.training.tier == "device"
         is_trained = leaf.op == "param" and leaf.results[0].grad
         return local_bytes(leaf.results[0], layout, self.mesh) if is_alone and is_trained else 0
 

@@ -56,7 +56,7 @@ class StageCosts:
     """The costs of one space for stages of a pipeline.
 
     Args:
-        space: of a micro-batched step.
+        space: of one stage's ranks; a step in one piece has one stage.
         levels: at which blocks may run.
     """
 
@@ -251,6 +251,8 @@ class StageCosts:
                 origin = backward.origin(at, place)
                 if origin.node in backward.at_of:
                     found += times * sizes[place]
+                elif space.graph.by_name[origin.node].is_leaf:  # in memory that is held anyway, unless it is converted
+                    continue
                 elif (place in usual or self._readers[origin] == 1) and not self._is_saved_before(origin):
                     is_whole = not amount.without_gathered()
                     found += times * (sizes[place] if is_whole else float(space.table(origin).held.min()))
@@ -355,7 +357,9 @@ class StageCosts:
             parts[BEHIND] = np.maximum(backward * count - added_s * self.space.mesh.micro_batches, 0.0)
             parts[HELD] = gathered * factor - (0.0 if late is None else count * late)
         else:
-            parts[FORWARD], parts[BACKWARD], parts[AGAIN] = forward * count, backward * count, forward
+            is_beside = is_param and self.space.unsharding.overlaps_reduce
+            parts[FORWARD], parts[AGAIN] = forward * count, forward
+            parts[BEHIND if is_beside else BACKWARD] = backward * count
             if is_param and place == BODY:
                 saved[:] = np.multiply.outer(kept, gathered)
         again = np.zeros(len(self.levels)) if once else again

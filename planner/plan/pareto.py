@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from planner.analysis.pipeline.staged import Staged
+from planner.analysis.pipeline.staged import Staged, in_one_piece
 from planner.base.errors import InputError, PlanError
 from planner.base.files import check_path, write_text
 from planner.base.formatting import in_bytes, in_seconds
@@ -25,7 +25,6 @@ from planner.search.candidates import Incumbent
 from planner.search.pareto_front import FrontPoint, Stopped, pareto_front
 from planner.search.search import begin_search
 from planner.search.search_context import Progress
-from planner.solve.problem import evaluate
 
 Made = TypeVar("Made", bound=Document)
 STOPPED: dict[Stopped, str] = {
@@ -172,10 +171,6 @@ def _first_point(plan: Document, assignment: Assignment, staged: Staged | None) 
     """The plan as the fastest within all that a device can use, as far as is known."""
     space, limit_bytes = assignment.space, plan.cluster.device.usable_bytes
     choices = tuple(space.options[each].index(assignment.chosen[each]) for each in space.variables)  # type: ignore[arg-type]
-    if staged is None:
-        evaluation = evaluate(space.problem(limit_bytes, assignment.recompute), choices)
-    else:
-        evaluation = staged.evaluation
-    best = Incumbent(space, choices, assignment.recompute, evaluation, staged)
-    step_s = evaluation.time_s
+    best = Incumbent(space, choices, staged or in_one_piece(assignment))
+    step_s = best.evaluation.time_s
     return FrontPoint(plan.predicted.peak_bytes, limit_bytes, step_s, step_s * (1 - plan.search.gap), best)

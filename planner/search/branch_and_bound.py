@@ -3,7 +3,7 @@ it.
 
 Every configuration of the cluster that the pins allow (:mod:`planner.search.parallel_config`) is a candidate with a
 lower bound on the step time of all its plans, with any amount of recomputation. The candidate of least bound is
-evaluated next, always more closely (:mod:`planner.search.candidates`), until its plan is found or its bound
+evaluated next, always more closely (:mod:`planner.search.candidate_evaluation`), until its plan is found or its bound
 reaches the best plan known; then every other bound does too, and nothing better can exist. Where there are many, usual
 shapes and those near the best plan's come first, and the evaluation of a candidate that was begun takes turns with that
 of any: there may not be time for all.
@@ -24,11 +24,12 @@ from planner.analysis.offload.step_timing import WorkingSet, largest_working_set
 from planner.analysis.pipeline.staged import Staged
 from planner.analysis.planned_step import planned_step
 from planner.analysis.prediction import Prediction
+from planner.base.errors import InputError
 from planner.base.formatting import in_seconds
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.remat.levels import ParetoFrontier, pareto_frontier
 from planner.formulation.unsharding import PER_STEP
+from planner.search.candidate_evaluation import doubt_of, evaluate_candidate, is_likely, raised
 from planner.search.candidates import (
     PROVED,
     Branch,
@@ -42,13 +43,11 @@ from planner.search.candidates import (
     is_reached,
 )
 from planner.search.infeasibility import check_divisible
-from planner.search.micro_batched_candidates import doubt_of, evaluate_micro_batched, is_likely, raised
 from planner.search.parallel_config import Arithmetic, ParallelConfig, batch_of, seeds
 from planner.search.pipeline_refinement import refined
 from planner.search.search_context import SearchContext
 from planner.search.unfolding import may_differ, refolded, unfolded
-from planner.search.whole_candidates import evaluate_whole
-from planner.solve.problem import Evaluation
+from planner.solve.problem import Evaluation, evaluate
 from planner.solve.transfers import TransferSchedule
 
 NEAR = 2.0
@@ -89,17 +88,23 @@ class Searched:
     @cached_property
     def assignment(self) -> Assignment:
         """The best plan's decisions."""
-        return assignment_of(self.best.space, self.best.choices, self.best.recompute)
+        staged, folded = self.best.staged, self.best.space.folded
+        recompute = staged.least_recompute(folded) if self.staged is not None else staged.recompute(folded)
+        return assignment_of(self.best.space, self.best.choices, recompute)
 
     @property
     def staged(self) -> Staged | None:
         """How they run on a pipeline, or with micro-batches; its cut says what is recomputed, not the assignment."""
-        return self.best.staged
+        return self.best.staged if self.best.config.micro_batched else None
 
-    @property
+    @cached_property
     def evaluation(self) -> Evaluation:
-        """What they cost, by the one definition of cost."""
-        return self.best.evaluation
+        """What they cost, by the one definition of cost; what they hold is as simulated."""
+        found = self.best.evaluation
+        if self.staged is not None:
+            return found
+        problem = self.best.space.problem(None, self.assignment.recompute)
+        return replace(evaluate(problem, self.best.choices), peak_bytes=found.peak_bytes)
 
     @property
     def recomputing(self) -> Assignment:
@@ -120,7 +125,7 @@ class Searched:
 
     @property
     def bound_s(self) -> float:
-        """No plan is faster, by the search's reckoning of memory."""
+        """No plan that fits is faster."""
         return self.evaluation.time_s * (1 - self.gap)
 
     def above(self, bound_s: float) -> Searched:
@@ -148,59 +153,59 @@ class Searched:
         return self.planned_step[1].step_time_s
 
     def followed(self, memory: Usage | None = None) -> Searched:
-        """The same with the plan followed: its own peak in its candidate's row, where the search has only a sum."""
-        if self.staged is not None:  # stage by stage, by whoever asks
-            return self
-        memory = memory or usage(self.assignment)
-        config, peak_bytes = ParallelConfig(1, self.assignment.space.mesh), memory.peak_bytes
-        rows = [replace(row, peak_bytes=peak_bytes) if row.config == config else row for row in self.candidates]
-        return replace(self, candidates=tuple(rows), memory=memory)
+        """The same with a step in one piece followed statement by statement."""
+        return self if self.staged is not None else replace(self, memory=memory or usage(self.assignment))
 
 
 @dataclass(frozen=True)
 class NothingFits:
-    """No plan within the memory limit: what became of every configuration, and the branches that prove it."""
+    """No plan within the memory limit was met: what became of every configuration, the branches that say so, and those
+    of them in which equal blocks decide alike.
+    """
 
     rows: list[Candidate]
     branches: list[Branch]
+    folded: list[Branch]
 
 
 def branch_and_bound(
     context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, known: Incumbent | None = None
 ) -> Searched | NothingFits:
-    """The fastest plan within the memory limit, over all configurations; ``known`` if none is faster."""
-    frontier = pareto_frontier(decision_graph.folded, context.levels)
-    best, branches = _best_first(context, decision_graph, (*configs.plain, *configs.micro_batched), frontier, known)
+    """The fastest plan within the memory limit, over all configurations; ``known`` if none is faster.
+
+    Raises:
+        InputError: the model has no operators.
+    """
+    if not decision_graph.folded.instances:
+        raise InputError(
+            "the model has no operators, so there is nothing to divide: it returns what it is given. Plan a model that "
+            "computes something, or run this one as it is"
+        )
+    best, branches = _best_first(context, decision_graph, (*configs.plain, *configs.micro_batched), known)
     rows, proofs = _rows(branches), branches
+    found = best
     if configs.plain and may_differ(decision_graph.folded):
-        best, row, closer = _branch_and_bound_unfolded(context, decision_graph, configs.plain, frontier, best)
+        best, row, closer = _branch_and_bound_unfolded(context, decision_graph, configs.plain, found)
         if row is not None:
             rows = [*(each for each in rows if each.config != row.config), row]
         proofs = [*closer, *(branch for branch in branches if branch.candidate.config.micro_batched)]
         least = {each.config: each.bound_s for each in _rows(closer)}
         rows = [replace(each, bound_s=min(each.bound_s, least.get(each.config, math.inf))) for each in rows]
     if best is None:
-        return NothingFits(rows, proofs)
-    return completed(context, best, rows, [branch.candidate.bound_s for branch in proofs])
+        return NothingFits(rows, proofs, branches)
+    bounds = [branch.candidate.bound_s for branch in proofs]
+    if best is found and best is not known:
+        best = refined(context, best, min(bounds))
+    return completed(context, best, rows, bounds)
 
 
 def completed(context: SearchContext, best: Incumbent, rows: list[Candidate], bounds: Iterable[float]) -> Searched:
     """The result, with a bound for the plans of every candidate."""
-    bound_s = min(bounds)
-    if best.staged is not None:
-        best = refined(context, best, bound_s)
-        rows = [row.having(best.evaluation) if row.config == best.config else row for row in rows]
-    time_s = best.evaluation.time_s
-    bound_s = min(time_s, bound_s)
-    gap = (time_s - bound_s) / time_s if time_s else 0.0
-    rows.sort(key=partial(standing, time_s))
-    return Searched(
-        best,
-        tuple(rows),
-        "optimal" if gap <= PROVED else "feasible",
-        gap if gap > PROVED else 0.0,
-        context.seconds,
-    )
+    found = Searched(best, (), "optimal", 0.0, context.seconds)
+    evaluation, bound_s = found.evaluation, min(bounds)
+    rows = [row.having(evaluation) if row.config == best.config else row for row in rows]
+    rows.sort(key=partial(standing, evaluation.time_s))
+    return replace(found, candidates=tuple(rows)).bounded(bound_s)
 
 
 def standing(time_s: float, row: Candidate) -> tuple[bool, float, float]:
@@ -212,17 +217,16 @@ def _branch_and_bound_unfolded(
     context: SearchContext,
     decision_graph: DecisionGraph,
     plain: tuple[ParallelConfig, ...],
-    frontier: ParetoFrontier,
     alike: Incumbent | None,
 ) -> tuple[Incumbent | None, Candidate | None, list[Branch]]:
     """The best plan where equal blocks may differ, what became of its configuration if it is better than the best
     known, and what became of all.
     """
-    best, branches = _best_first(
-        context, unfolded(decision_graph), plain, frontier.unfolded(decision_graph.blocks.numbers), alike
-    )
+    apart = context.apart(decision_graph.blocks.numbers)
+    best, branches = _best_first(apart, unfolded(decision_graph), plain, alike)
     if best is None or best is alike:
         return best, None, branches
+    best = refined(apart, best, min(branch.candidate.bound_s for branch in branches))
     before = time.monotonic()
     best = refolded(context, decision_graph.folded, best)
     found, config = best.evaluation, best.config
@@ -236,15 +240,13 @@ def _best_first(
     context: SearchContext,
     decision_graph: DecisionGraph,
     configs: tuple[ParallelConfig, ...],
-    frontier: ParetoFrontier,
     best: Incumbent | None,
 ) -> tuple[Incumbent | None, list[Branch]]:
     """Best first over the configurations, starting from the best plan known; what became of each, in their order."""
     arithmetic, schedule = Arithmetic(decision_graph, context.cost), context.pins.schedule
     batch, span = batch_of(decision_graph.graph), context.cost.cluster.spans[0]
     waiting = begin_together(
-        begin(config, arithmetic.bound_s(config, schedule), frontier, doubt_of(config, batch, span))
-        for config in configs
+        begin(config, arithmetic.bound_s(config, schedule), doubt_of(config, batch, span)) for config in configs
     )
     is_split = any(config.micro_batched for config in configs)
     ordered, larger = seeds(configs, context.cost.cluster, decision_graph.graph) if is_split else ([], set())
@@ -259,12 +261,11 @@ def _best_first(
         branch = min(chosen, key=lambda branch: _priority(branch, first, larger, best))
         waiting.remove(branch)
         branch = raised(context, branch)
-        is_left_out = is_late and branch.is_expensive and len(closed) + 1 < len(configs)
+        is_left_out = is_late and branch.formulated is None and len(closed) + 1 < len(configs)
         if is_left_out or is_near(context, branch, best) or is_reached(branch.bound_s, best):
             closed += [close(each, best) for each in branch.every]
             continue
-        evaluate = evaluate_micro_batched if branch.candidate.config.micro_batched else evaluate_whole
-        for each in evaluate(context, decision_graph, branch, best):
+        for each in evaluate_candidate(context, decision_graph, branch, best):
             known, best = best, better(best, each)
             if best is not None and best is not known:
                 context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
@@ -275,7 +276,7 @@ def _best_first(
     def place(branch: Branch) -> tuple[int, bool, int]:
         config = branch.candidate.config
         virtual_stages = branch.pipeline.virtual_stages if branch.pipeline is not None else 0
-        return order[config.stages, config.mesh], not config.unsharding.once_per_step, branch.low + virtual_stages
+        return order[config.stages, config.mesh], not config.unsharding.once_per_step, virtual_stages
 
     return best, sorted(closed, key=place)
 
@@ -298,7 +299,7 @@ def _priority(
     Of pipelines only the ``larger`` go on being first once a plan is known, if they may be faster.
     """
     configs, expected_s = [each.candidate.config for each in branch.every], branch.expected_s
-    if branch.is_tried:
+    if branch.is_sought:
         return NEAR + 1, branch.bound_s
     is_larger = branch.pipeline is not None and branch.candidate.config in larger and not branch.likely_s
     if branch.pipeline is None or best is None or (is_larger and expected_s < best.evaluation.time_s):

@@ -1,8 +1,7 @@
 """Parallel configurations as candidates of the search, and how closely each was evaluated.
 
 A configuration begins as a :class:`Candidate` of which only arithmetic is known; a :class:`Branch` of it is evaluated
-ever more closely, in one piece (:mod:`planner.search.whole_candidates`) or in micro-batches
-(:mod:`planner.search.micro_batched_candidates`), until it is closed.
+ever more closely (:mod:`planner.search.candidate_evaluation`), until it is closed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 from planner.analysis.pipeline.staged import Staged
-from planner.formulation.remat.levels import ParetoFrontier, Recompute
 from planner.formulation.search_space import Space
 from planner.ir.layout import Mesh
 from planner.search.parallel_config import ParallelConfig
@@ -46,7 +44,7 @@ class Candidate:
     objective_s: float
     bound_s: float
     peak_bytes: int
-    proof: str = "search"
+    proof: str = "relaxation"
 
     @property
     def mesh(self) -> Mesh:
@@ -77,39 +75,37 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The best plan known: an assignment of the problem of a space, with what it costs."""
+    """The best plan known: choices of a space, and how they run: as one stage, several, and what is recomputed."""
 
     space: Space
     choices: tuple[int, ...]
-    recompute: Recompute
-    evaluation: Evaluation
-    staged: Staged | None = None
+    staged: Staged
 
     @property
     def config(self) -> ParallelConfig:
         return ParallelConfig(self.space.stages, self.space.mesh, self.space.training.unsharding)
 
+    @property
+    def evaluation(self) -> Evaluation:
+        """What it costs."""
+        return self.staged.evaluation
+
 
 @dataclass(frozen=True)
 class Branch:
-    """How closely a candidate was evaluated, over the steps ``low`` to ``high`` of the Pareto frontier of
-    recomputation.
+    """How closely a candidate was evaluated.
 
-    A micro-batched one has all of them, and one ``pipeline`` of its configuration; until its work is known also
-    ``others``, the same configuration with more micro-batches; once it is known ``scarce``, those of these that
+    It is of one ``pipeline`` of its configuration, that of one stage where there are no others; until its work is known
+    also of ``others``, the same configuration with more micro-batches; once it is known ``scarce``, those of these that
     have at most as many and too few samples for the ranks, if it has too few.
 
     ``is_priced`` once its relaxation is proved, ``is_sought`` once a pipeline was cut; ``met`` are choices that solve
     the relaxation of a pipeline, ``bounds`` what that is of, and ``likely_s`` what it takes with those;
-    ``choices`` and ``step`` are the best plan found there, ``evaluation`` what it costs, and ``staged`` how it runs
-    micro-batched.
+    ``best`` is the best plan found there.
     """
 
     candidate: Candidate
-    formulated: Space | None
-    pareto_frontier: ParetoFrontier
-    low: int
-    high: int
+    formulated: Space | None = None
     is_priced: bool = False
     is_sought: bool = False
     others: tuple[Branch, ...] = ()
@@ -120,31 +116,13 @@ class Branch:
     likely_s: float = 0.0
     bounds: PipelineBounds | None = None
     met: tuple[tuple[int, ...], ...] = ()
-    choices: tuple[int, ...] | None = None
-    step: int = 0
-    evaluation: Evaluation | None = None
-    staged: Staged | None = None
+    best: Incumbent | None = None
 
     @property
     def space(self) -> Space:
         """Its decisions, once it was evaluated."""
         assert self.formulated is not None
         return self.formulated
-
-    @property
-    def breakpoints(self) -> list[int]:
-        """Steps inside between which what is held changes evenly."""
-        return [step for step in self.pareto_frontier.breakpoints if self.low < step < self.high]
-
-    @property
-    def is_even(self) -> bool:
-        """Whether it covers several steps between which all costs change evenly."""
-        return self.low < self.high and not self.breakpoints
-
-    @property
-    def is_tried(self) -> bool:
-        """Whether a plan was sought."""
-        return self.is_sought if self.candidate.config.micro_batched else self.is_priced
 
     @cached_property
     def every(self) -> tuple[Branch, ...]:
@@ -170,29 +148,12 @@ class Branch:
     @property
     def is_done(self) -> bool:
         """Whether it was evaluated as closely as can be."""
-        if self.candidate.config.micro_batched:
-            return self.is_sought and self.is_priced
-        return self.low == self.high and self.candidate.proof == "search"
-
-    @property
-    def is_expensive(self) -> bool:
-        """Whether what is left takes long: the problem is not formulated yet, or there are several amounts to
-        evaluate.
-        """
-        amounts = self.high - self.low if self.is_priced and not self.candidate.config.micro_batched else 0
-        return self.formulated is None or amounts > 0
-
-    @property
-    def amounts(self) -> tuple[Recompute, list[Recompute]]:
-        """The least recomputation, and more of it in growing amounts."""
-        least, *more = self.pareto_frontier.between(self.low, self.high)
-        return least, more
+        return self.is_sought and self.is_priced
 
 
-def begin(config: ParallelConfig, bound_s: float, frontier: ParetoFrontier, doubt: float = 1.0) -> Branch:
+def begin(config: ParallelConfig, bound_s: float, doubt: float = 1.0) -> Branch:
     """A configuration of which only arithmetic is known."""
-    candidate = Candidate(config, "not tried", math.inf, bound_s, 0, "arithmetic")
-    return Branch(candidate, None, frontier, 0, len(frontier.steps) - 1, doubt=doubt)
+    return Branch(Candidate(config, "not tried", math.inf, bound_s, 0, "arithmetic"), doubt=doubt)
 
 
 def begin_together(branches: Iterable[Branch]) -> list[Branch]:
@@ -212,13 +173,11 @@ def together(branches: Iterable[Branch]) -> Branch:
 
 def better(best: Incumbent | None, branch: Branch) -> Incumbent | None:
     """The best plan known, or a branch's that is faster."""
-    if branch.choices is None or branch.evaluation is None:
+    if branch.best is None:
         return best
-    if best is not None and branch.evaluation.time_s >= best.evaluation.time_s * (1 - 1e-9):
+    if best is not None and branch.best.evaluation.time_s >= best.evaluation.time_s * (1 - 1e-9):
         return best
-    return Incumbent(
-        branch.space, branch.choices, branch.pareto_frontier.steps[branch.step], branch.evaluation, branch.staged
-    )
+    return branch.best
 
 
 def close(branch: Branch, best: Incumbent | None) -> Branch:
@@ -226,13 +185,13 @@ def close(branch: Branch, best: Incumbent | None) -> Branch:
     candidate = branch.candidate
     if math.isinf(candidate.bound_s):
         status = "infeasible"
-    elif branch.choices and candidate.objective_s - candidate.bound_s <= PROVED * candidate.objective_s:
+    elif branch.best and candidate.objective_s - candidate.bound_s <= PROVED * candidate.objective_s:
         status = "optimal"
     elif is_reached(candidate.bound_s, best):
         status = "pruned"
     else:
         is_known = branch.is_priced or branch.likely_s > 0.0
-        status = "feasible" if branch.choices else "none found" if is_known else "not tried"
+        status = "feasible" if branch.best else "none found" if is_known else "not tried"
     return replace(branch, candidate=replace(candidate, status=status), bounds=None)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
+from planner.analysis.offload.step_timing import WorkingSet
 from planner.base.errors import ClusterError, InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes, in_bytes
 from planner.formulation.batch_norm import may_be_by_micro_batch
@@ -15,10 +17,28 @@ from planner.formulation.strategies import Choice
 from planner.ir.graph import Graph, Node
 from planner.ops import OPS
 from planner.ops.function import is_unregistered
-from planner.search.candidates import Branch
-from planner.search.min_memory import MinMemoryPlan, free_s
+from planner.search.candidates import Branch, Incumbent
 from planner.search.search_context import SearchContext
+from planner.solve.choices import lower_bounds
 from planner.solve.problem import Edge
+
+
+@dataclass(frozen=True)
+class LeastMemory:
+    """A plan that needs little memory, and what a device must hold for it at the least."""
+
+    best: Incumbent
+    needed: WorkingSet
+
+    @property
+    def bytes(self) -> int:
+        """That a device must hold."""
+        return self.needed.bytes
+
+
+def free_s(branch: Branch) -> float:
+    """Seconds that plans of a branch that was begun take at least, whatever memory there is; infinite: none runs."""
+    return lower_bounds(branch.space.problem(None)).time_s
 
 
 def check_divisible(context: SearchContext, graph: Graph, branches: list[Branch]) -> None:
@@ -108,7 +128,7 @@ def _first_to_forbid(space: Space) -> Node | None:
 
 
 def nothing_fits(
-    context: SearchContext, graph: Graph, branches: list[Branch], minimal: list[MinMemoryPlan]
+    context: SearchContext, graph: Graph, branches: list[Branch], minimal: list[LeastMemory]
 ) -> InfeasibleError:
     """The error that says by how much the minimum-memory plan exceeds what a device can use, and what would fit."""
     cluster = context.cost.cluster
@@ -124,28 +144,20 @@ def nothing_fits(
     is_open = any(math.isfinite(branch.candidate.bound_s) for branch in branches)
     if context.training.tier != "device":
         return _nothing_works(context, least, needed, is_open)
-    if is_open:
-        is_late = context.is_late()
-        when, longer = " before the time limit" * is_late, "Give a longer time_limit_s, or pin" if is_late else "Pin"
-        return InfeasibleError(
-            f"no plan that fits {cluster.name!r} was found{when}, but none was ruled out either: the minimum-memory "
-            f"one seen ({config}) needs {in_all_bytes(least.bytes)} of {in_all_bytes(limit)}. {longer} decisions to "
-            "narrow the search.",
-            excess,
-        )
     held = [t for node in graph.leaves if node.op == "param" for t in node.results]
     params = sum(t.size_bytes for t in held)
+    late = " before the time limit" * (is_open and context.is_late())
     return InfeasibleError(
-        f"no plan that fits {cluster.name!r} was found: each of its {cluster.world_size} devices can use "
+        f"no plan that fits {cluster.name!r} was found{late}: each of its {cluster.world_size} devices can use "
         f"{in_all_bytes(limit)}, and the minimum-memory plan found ({config}) needs {in_all_bytes(least.bytes)}, "
         f"{in_all_bytes(excess)} too many (the parameters alone are {in_bytes(params)} in all, "
         f"{context.training.optimizer_bytes_per_element} bytes more per element for the optimizer). What would fit: "
-        f"devices with memory_bytes of at least {in_all_bytes(needed)}.",
+        f"devices with memory_bytes of at least {in_all_bytes(needed)}{', or a longer time_limit_s' * bool(late)}.",
         excess,
     )
 
 
-def _nothing_works(context: SearchContext, least: MinMemoryPlan, needed: int, is_open: bool) -> InfeasibleError:
+def _nothing_works(context: SearchContext, least: LeastMemory, needed: int, is_open: bool) -> InfeasibleError:
     """The same of plans with model data on the host: what a device must hold is the largest working set."""
     cluster, working = context.cost.cluster, least.needed
     limit = context.usable_bytes

@@ -5,7 +5,6 @@ which order they are searched.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,15 +19,12 @@ from planner.search.axis_names import named
 from planner.search.block_splitting import finer
 from planner.search.branch_and_bound import ParallelConfigs, Searched, branch_and_bound, standing
 from planner.search.candidates import Incumbent
+from planner.search.least_memory import fastest
 from planner.search.left_out import is_whole, why_no_micro_batches
-from planner.search.memory_fitting import memory_feasible, using_headroom
 from planner.search.offload_search import search_offload
 from planner.search.parallel_config import ParallelConfig, dividing, micro_batched, stages_wanted, without_micro_batches
 from planner.search.remat_selection import keeping, with_levels_between
 from planner.search.search_context import SearchContext
-
-FIRST = 0.5
-"""Part of the time after which proofs give way to a search for a plan that takes the room of the one found."""
 
 
 def search_micro_batches(
@@ -121,12 +117,7 @@ class _Blocks:
         context, configs = self.context, ParallelConfigs(whole, in_parts)
         if context.training.tier != "device":
             return named(context, search_offload(context, self.decision_graph, configs))
-        first = context
-        if not in_parts:
-            now = time.monotonic()
-            first = replace(first, deadline=now + FIRST * (context.deadline - now))
-        found = memory_feasible(first, self.decision_graph, configs, known)
-        return named(context, using_headroom(context, self.decision_graph, configs, found))
+        return named(context, fastest(context, self.decision_graph, configs, known))
 
 
 def _telling(left_out: str, plan: Callable[[], Searched]) -> Searched:
@@ -170,8 +161,8 @@ def _in_whole_then_in_stages(known: Searched, cut: _Blocks, stages: tuple[Parall
         return known
     found = branch_and_bound(cut.context, cut.decision_graph, ParallelConfigs((), stages), known.best)
     assert isinstance(found, Searched)
-    found = found if found.staged is None else named(cut.context, found)
-    best = known if found.staged is None else found
+    is_known = found.best is known.best
+    best = known if is_known else named(cut.context, found)
     rows = sorted((*known.candidates, *found.candidates), key=partial(standing, best.evaluation.time_s))
     return replace(best, candidates=tuple(rows)).above(min(known.bound_s, found.bound_s))
 

@@ -6,22 +6,25 @@ transfer schedules of a few.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from dataclasses import replace
 
 from planner.analysis.offload.step_timing import holds_all, stages_followed
+from planner.analysis.pipeline.chain import links_of
+from planner.analysis.pipeline.staged import stage
 from planner.base.errors import InfeasibleError, PinError
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.assignment import assignment_of
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import OUT_OF_ORDER
-from planner.formulation.remat.levels import pareto_frontier
 from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound
-from planner.search.candidates import Incumbent
-from planner.search.memory_fitting import memory_feasible
-from planner.search.remat_amount import fastest_amount
+from planner.search.least_memory import fastest
 from planner.search.search_context import SearchContext
-from planner.solve.problem import evaluate
 
+SHARES = (0.9, 0.75, 0.5, 0.25, 0.1)
+"""Parts of what a plan holds that others of the same layouts hold, which recompute more."""
 ROOM = (0.75, 0.5, 0.25, 0.0)
 """Parts of what a plan takes beside model data to which it is reduced, so that more of that stays."""
 ENDLESS = 2**50
@@ -57,7 +60,7 @@ def search_offload(context: SearchContext, decision_graph: DecisionGraph, config
 
 def _planned(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
     """The fastest plan that fits with model data elsewhere, by what the transfer schedule says of a few."""
-    found = memory_feasible(_with_room(context), decision_graph, configs)
+    found = _fitting(_with_room(context), decision_graph, configs)
     if context.training.activations and found.staged is None:
         return _with_amount(context, decision_graph, found)
     if context.training.activations or context.training.tier != "either":
@@ -78,7 +81,7 @@ def _staying_or_leaving(context: SearchContext, decision_graph: DecisionGraph, c
             raise
     if stays is not None and (context.is_late() or not _is_short_of_room(context, stays)):
         return stays
-    context = replace(context, training=replace(context.training, activations="all"))
+    context = context.anew(training=replace(context.training, activations="all"))
     try:
         leaves = _planned(context, decision_graph, configs)
     except InfeasibleError:
@@ -99,28 +102,54 @@ def _is_short_of_room(context: SearchContext, found: Searched) -> bool:
     return found.staged is not None and not holds_all(found.recomputing, found.staged)
 
 
+def _fitting(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
+    """The fastest plan the working set of which fits.
+
+    To the search model data takes no room; what of it is there with the rest shows when the step is traced. Then it
+    searches again with so much less memory, and only what the first search proved is proved.
+    """
+    usable, bound_s = context.usable_bytes, math.inf
+    while True:
+        found = fastest(context, decision_graph, configs)
+        bound_s = min(bound_s, found.bound_s)
+        excess = found.working_set().bytes - usable
+        if excess <= 0:
+            return found.above(bound_s)
+        limit = context.limit_bytes - (1 + (context.limit_bytes - found.evaluation.peak_bytes) // excess) * excess
+        context = context.anew(spare_bytes=usable - limit)
+
+
 def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: Searched) -> Searched:
-    """The same layouts with the amount of recomputation of the shortest step, as transfer schedules say."""
-    space, choices = found.best.space, found.best.choices
-    kinds = {
-        instance.kind: kind
-        for instance, (kind, _) in zip(space.folded.instances, decision_graph.blocks.numbers, strict=True)
-    }
-    tried = fastest_amount(space, choices, pareto_frontier(space.folded, context.levels.of_kinds(kinds)).steps)
-    if tried is None:
-        return found
-    recompute, memory = tried
-    best = Incumbent(space, choices, recompute, evaluate(space.problem(None, recompute), choices))
-    rows = [row.costing(best.evaluation) if row.config == best.config else row for row in found.candidates]
-    plan = replace(found, best=best, candidates=tuple(rows), status="optimal", gap=0.0)
-    return plan.followed(memory).above(found.bound_s)
+    """The same layouts with the amount of recomputation of the shortest step, as transfer schedules say.
+
+    Recomputing and leaving take the same bytes off the device: one takes its seconds, and the other the link's. The
+    search prices the first alone; so a few amounts are tried.
+    """
+    best, usable = found.best, context.usable_bytes
+    numbered = zip(best.space.folded.instances, decision_graph.blocks.numbers, strict=True)
+    levels = context.levels.of_kinds({instance.kind: kind for instance, (kind, _) in numbered})
+    links, tried = links_of(assignment_of(best.space, best.choices), levels), [found]
+    for share in SHARES:
+        if context.is_late():
+            break
+        staged = stage(links, [best.staged.pipeline], int(share * best.evaluation.peak_bytes))
+        if staged is not None:
+            rows = [r.costing(staged.evaluation) if r.config == best.config else r for r in found.candidates]
+            other = replace(found, best=replace(best, staged=staged), candidates=tuple(rows), memory=None)
+            tried.append(other.followed())
+    steps: list[tuple[float, int]] = []
+    for number, each in enumerate(tried):
+        if each.working_set().bytes <= usable:
+            with contextlib.suppress(InfeasibleError):  # the host has no room for what leaves; with less it may
+                steps.append((each.planned_step_s, number))
+    return tried[min(steps)[1]].above(found.bound_s) if steps else found
 
 
 def _with_room(context: SearchContext) -> SearchContext:
     """The search context; with all the memory there is where what is saved may leave, since to the search it stays."""
     if not context.training.activations:
         return context
-    return replace(context, spare_bytes=context.cost.cluster.device.usable_bytes - ENDLESS)
+    return context.anew(spare_bytes=context.usable_bytes - ENDLESS)
 
 
 def _leaving_room(
@@ -131,14 +160,12 @@ def _leaving_room(
     The search reckons as if nothing stayed, so that it makes nothing again that fits. What it recomputes leaves room,
     and what stays there is updated on the device.
     """
-    tried, usable = [found], context.cost.cluster.device.usable_bytes
+    tried, usable = [found], context.usable_bytes
     most_bytes = found.working_set().beside_bytes if found.memory is None else found.memory.peak_bytes
     for share in ROOM:
         if context.is_late():
             break
-        smaller = branch_and_bound(
-            replace(context, spare_bytes=usable - int(share * most_bytes)), decision_graph, configs
-        )
+        smaller = branch_and_bound(context.anew(spare_bytes=usable - int(share * most_bytes)), decision_graph, configs)
         if isinstance(smaller, NothingFits):
             break
         smaller = smaller.followed()

@@ -82,13 +82,12 @@ class _KnownPoints:
     @property
     def bounded(self) -> tuple[FrontPoint, ...]:
         """The points, each with the bound of any limit from its memory on."""
-        held = [each for each in self._proved if self._holds(*each)]
         return tuple(
             replace(
                 point,
                 bound_s=min(
                     point.step_s,
-                    max((bound_s for limit, bound_s in held if limit >= point.memory_bytes), default=0.0),
+                    max((bound_s for limit, bound_s in self._proved if limit >= point.memory_bytes), default=0.0),
                 ),
             )
             for point in self.points
@@ -98,12 +97,6 @@ class _KnownPoints:
     def is_proved(self) -> bool:
         """Whether no plan is faster than any of the points by more than the gap."""
         return all(each.bound_s >= each.step_s * (1 - self._gap) for each in self.bounded)
-
-    def _holds(self, limit_bytes: int, bound_s: float) -> bool:
-        """Whether no plan that fits within a limit is faster than what was proved there: a search adds up bytes that
-        are not all alive at once, and another one may find what that excludes.
-        """
-        return all(bound_s <= each.step_s * (1 + PROVED) for each in self.points if each.memory_bytes <= limit_bytes)
 
     @property
     def lower_limit(self) -> int:

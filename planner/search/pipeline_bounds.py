@@ -23,7 +23,7 @@ from planner.formulation.stage_boundaries import crossing
 from planner.formulation.stage_costs import StageCosts
 from planner.ir.layout import PIPELINE, Axis
 from planner.solve.choices.tree import Tree
-from planner.solve.choices.under_many import LeastOfEach, least_of_each, least_with_choices
+from planner.solve.choices.under_many import LeastOfEach, assignments_below, least_of_each, least_with_choices
 from planner.solve.pipeline.master import Master, MasterSolution, Paths, Prices, Variant
 from planner.solve.problem import Floats, Ints
 
@@ -43,6 +43,8 @@ PARTS = (1.0, 0.75, 0.5, 0.25)
 """Of two prices, how much of one is in the mixtures that others are compared with."""
 APART = 4e-3
 """Part of a step by which what is known of other prices may be below the least that was found."""
+MIXES = 8
+"""So many mixes of what is behind work as if it were, and as if it were not, are tried."""
 OVER = 30.0
 """Price of a device's memory beyond what there is, in steps."""
 
@@ -95,13 +97,36 @@ class PipelineBounds:
         if self.costs.kept is None:
             return math.inf, ()
         least = self._at_even_pace()
-        if math.isfinite(least.bounds[0]) and self.costs.exposed_s(self._choices_of(least.assignment(0))) < 0.0:
-            self._behind = 0.0  # work covers all that is behind it
-            least = self._at_even_pace()
+        if math.isfinite(least.bounds[0]) and self._exposed_s(least) < 0.0:
+            least = self._at_best_mix(least)
         if math.isinf(least.bounds[0]):
             return math.inf, ()
         self._free_with = [each[0] for each in least_with_choices(least)]
         return float(least.bounds[0]), self._choices_of(least.assignment(0))
+
+    def _exposed_s(self, least: LeastOfEach) -> float:
+        """What work does not cover of what is once a step, in what costs least; below zero where there is work left."""
+        return self.costs.exposed_s(self._choices_of(least.assignment(0)))
+
+    def _at_best_mix(self, wholly: LeastOfEach) -> LeastOfEach:
+        """The highest bound, where what is behind work counts in part as if it were not: the larger of both sums is no
+        less than any mix of them.
+        """
+        self._behind = 0.0
+        best = self._at_even_pace()
+        if self._exposed_s(best) <= 0.0:  # work covers all that is behind it
+            return best
+        best_mix, low, high = 0.0, 0.0, 1.0
+        if wholly.bounds[0] > best.bounds[0]:
+            best, best_mix = wholly, 1.0
+        for _ in range(MIXES):
+            self._behind = (low + high) / 2
+            found = self._at_even_pace()
+            if found.bounds[0] > best.bounds[0]:
+                best, best_mix = found, self._behind
+            low, high = (self._behind, high) if self._exposed_s(found) > 0.0 else (low, self._behind)
+        self._behind = best_mix
+        return best
 
     def _at_even_pace(self) -> LeastOfEach:
         ranks, micro_batches = self.costs.space.stages, self.costs.space.mesh.micro_batches
@@ -131,6 +156,15 @@ class PipelineBounds:
         """An assignment of what is kept in the space's choices."""
         assert self.costs.kept is not None
         return tuple(int(kept[each]) for kept, each in zip(self.costs.kept, assignment, strict=True))
+
+    def below(self, enough_s: float, most: int) -> list[tuple[float, tuple[int, ...]]] | None:
+        """All choices with which plans may take less than ``enough_s``, with what these take at least, fastest first;
+        ``None``: there are more than ``most``.
+        """
+        if self.costs.kept is None or self.free_s >= enough_s:
+            return []
+        found = assignments_below(self._at_even_pace(), 0, enough_s, most)
+        return None if found is None else [(least_s, self._choices_of(each)) for least_s, each in found]
 
     def of(self, paths: Paths, enough_s: float, is_proof: bool = True) -> PipelineBound:
         """That of one pipeline, raised no further once it reaches ``enough_s``; unless it ``is_proof`` only if it may

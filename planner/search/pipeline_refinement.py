@@ -1,4 +1,4 @@
-"""Refines the best pipelined plan with the memory that it leaves.
+"""Refines the best plan with the memory that it leaves.
 
 While configurations are compared, few pipelines of each are cut, of what solves the problem of a typical rank at one
 price of a byte. Between two prices what is held falls at once, often by half. So of the best configuration more are cut
@@ -11,8 +11,7 @@ import math
 import time
 from dataclasses import replace
 
-from planner.analysis.pipeline.staged import THOROUGH, stage
-from planner.formulation.remat.levels import NOTHING, pareto_frontier
+from planner.analysis.pipeline.staged import THOROUGH, saving_more, stage
 from planner.formulation.search_space import Space
 from planner.formulation.unsharding import PER_MICRO_BATCH, PER_STEP
 from planner.search.candidates import Incumbent
@@ -44,16 +43,16 @@ def refined(context: SearchContext, best: Incumbent, bound_s: float) -> Incumben
 
 def _refine(context: SearchContext, space: Space, config: ParallelConfig, best: Incumbent) -> Incumbent:
     """The best plan, or a faster one of a space."""
-    frontier, held = pareto_frontier(space.folded, context.levels), space.holding(config.in_flight)
-    problem = held.problem(None, frontier.steps[0])
+    ends, held = context.levels.ends(space.folded), space.holding(config.in_flight)
+    problem = held.problem(None, ends[0])
     if most_bytes(problem) <= context.limit_bytes:
         return best
     for choices in corners(problem):
         if evaluate(problem, choices).time_s < best.evaluation.time_s and not context.is_late():
             best = _faster(best, _cut(context, space, config, choices))
     highest = math.floor(math.log(max(1, context.limit_bytes), STEP))
-    for step in dict.fromkeys((frontier.steps[0], frontier.steps[-1])):
-        problem, tried = held.problem(None, step), set[tuple[int, ...]]()
+    for amount in dict.fromkeys(ends):
+        problem, tried = held.problem(None, amount), set[tuple[int, ...]]()
         for lower in LOWER:
             left_s = context.deadline - time.monotonic()
             limited = replace(problem, limit_bytes=math.floor(STEP ** (highest - lower)))
@@ -74,7 +73,7 @@ def _cut(context: SearchContext, space: Space, config: ParallelConfig, choices: 
         return None
     links = context.links(space, choices)
     found = stage(links, context.pipelines(config, len(links)), context.limit_bytes)
-    return None if found is None else Incumbent(space, choices, NOTHING, found.evaluation, found)
+    return None if found is None else Incumbent(space, choices, found)
 
 
 def _faster(best: Incumbent, other: Incumbent | None) -> Incumbent:
@@ -83,6 +82,6 @@ def _faster(best: Incumbent, other: Incumbent | None) -> Incumbent:
 
 def _cut_well(context: SearchContext, best: Incumbent) -> Incumbent:
     """The same decisions, cut with more effort."""
-    assert best.staged is not None
     found = stage(best.staged.links, [best.staged.pipeline], context.limit_bytes, best.staged.step_s, THOROUGH)
-    return best if found is None else replace(best, staged=found, evaluation=found.evaluation)
+    staged = best.staged if found is None else found
+    return replace(best, staged=saving_more(staged, context.limit_bytes, THOROUGH // len(staged.links)))

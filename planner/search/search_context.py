@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from planner.analysis.pipeline.chain import Link, links_of
 from planner.base.errors import PinError
@@ -73,9 +74,21 @@ class SearchContext:
         return self.usable_bytes - self.spare_bytes
 
     def within(self, memory_bytes: int, deadline: float) -> SearchContext:
-        """The same search within other memory: what does not depend on it stays known."""
-        seconds = {"build": 0.0, "solve": 0.0}
-        return replace(self, memory_bytes=memory_bytes, deadline=deadline, seconds=seconds, own_bounds={}, typical={})
+        """The same search within other memory."""
+        return self.anew(memory_bytes=memory_bytes, deadline=deadline, seconds={"build": 0.0, "solve": 0.0})
+
+    def anew(self, **changes: Any) -> SearchContext:
+        """The search with other limits or training: what does not depend on them stays known."""
+        return replace(self, own_bounds={}, free_s={}, typical={}, **changes)
+
+    def apart(self, numbers: Sequence[tuple[int, int]]) -> SearchContext:
+        """The same search where equal blocks may differ, which makes of each a kind of its own.
+
+        Args:
+            numbers: of every block, its kind and which of its kind it is.
+        """
+        levels = self.levels.of_kinds({number: kind for number, (kind, _) in enumerate(numbers)})
+        return self.anew(levels=levels, chains={})
 
     def labels(self, decision_graph: DecisionGraph, label: str) -> Labels:
         """:func:`planner.formulation.constraints.labels.label_blocks`, found once."""
@@ -83,12 +96,8 @@ class SearchContext:
             self.known[label] = label_blocks(decision_graph, label)
         return self.known[label]
 
-    def formulate(self, decision_graph: DecisionGraph, config: ParallelConfig, like: Space | None = None) -> Space:
-        """Every decision to take in one configuration, found once.
-
-        Args:
-            like: a space whose mesh has the same axes, whatever they are called.
-        """
+    def formulate(self, decision_graph: DecisionGraph, config: ParallelConfig) -> Space:
+        """Every decision to take in one configuration, found once."""
         mesh, graph = config.mesh, decision_graph.graph
         key = decision_graph, config, self.training
         if key in self.formulated:
@@ -105,7 +114,7 @@ class SearchContext:
             *kept,
             decision_graph,
             config.pace(self.pins.schedule),
-            like=like or next((space for (_, each, _), space in self.formulated.items() if each.mesh == mesh), None),
+            like=next((space for (_, each, _), space in self.formulated.items() if each.mesh == mesh), None),
         )
         empty = [variable for variable, options in space.options.items() if not options]
         if empty:

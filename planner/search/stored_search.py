@@ -17,7 +17,7 @@ from planner.ir.folding import fold
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
 from planner.search.branch_and_bound import ParallelConfigs, Searched
-from planner.search.memory_fitting import memory_feasible, using_headroom
+from planner.search.least_memory import fastest
 from planner.search.parallel_config import ParallelConfig
 from planner.search.remat_selection import with_levels_between
 from planner.search.search_context import Progress, SearchContext
@@ -52,4 +52,4 @@ def search_stored(
     context = SearchContext(cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap, stored=stored)
     context.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
     configs = ParallelConfigs((ParallelConfig(1, mesh),), ())
-    return using_headroom(context, decision_graph, configs, memory_feasible(context, decision_graph, configs))
+    return fastest(context, decision_graph, configs)

@@ -6,9 +6,10 @@ say. So the search also decides for every instance of a small model; instances t
 
 from __future__ import annotations
 
+from planner.analysis.pipeline.staged import in_one_piece
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.remat.levels import together
+from planner.formulation.remat.levels import at_levels
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
 from planner.formulation.variables import Variable
@@ -17,7 +18,6 @@ from planner.ir.graph import Ref
 from planner.ir.layout import Layout
 from planner.search.candidates import Incumbent
 from planner.search.search_context import SearchContext
-from planner.solve.problem import evaluate
 
 UNFOLDED_OPERATORS = 200
 """Up to so many operators a model is also decided node by node, without one decision for equal blocks."""
@@ -39,10 +39,9 @@ def refolded(context: SearchContext, folded: Folded, best: Incumbent) -> Incumbe
     """The same decisions with instances that decide alike folded into one kind."""
     space = best.space
     chosen = assignment_of(space, best.choices)
-    levels = [best.recompute.level(kind, 0) for kind in range(len(space.folded.kinds))]
     labels = [
         (
-            levels[instance.kind],
+            level,
             *(
                 (
                     chosen.chosen[space.variable_of[name]],
@@ -51,7 +50,7 @@ def refolded(context: SearchContext, folded: Folded, best: Incumbent) -> Incumbe
                 for name, results in _decided(instance.block, space)
             ),
         )
-        for instance in space.folded.instances
+        for instance, level in zip(space.folded.instances, best.staged.levels, strict=True)
     ]
     decision_graph = DecisionGraph(relabel(folded, labels), context.rules, like=space.decision_graph)
     merged = context.formulate(decision_graph, best.config)
@@ -59,9 +58,8 @@ def refolded(context: SearchContext, folded: Folded, best: Incumbent) -> Incumbe
     for variable in merged.variables:
         decision = chosen.chosen.get(variable) if variable[0] == "output" else _decision(merged, variable, chosen)
         picks.append(list(merged.options[variable]).index(decision))
-    recompute = together(best.recompute, [kind for kind, _ in merged.decision_graph.blocks.numbers])
-    problem = merged.problem(context.limit_bytes, recompute)
-    return Incumbent(merged, tuple(picks), recompute, evaluate(problem, tuple(picks)))
+    recompute = at_levels(merged.folded, best.staged.levels)
+    return Incumbent(merged, tuple(picks), in_one_piece(assignment_of(merged, tuple(picks), recompute)))
 
 
 def _decided(block: Block, space: Space) -> list[tuple[str, int]]:

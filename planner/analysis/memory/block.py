@@ -18,6 +18,7 @@ from typing import NamedTuple
 from planner.analysis.memory.autograd_tape import Frame, Tape, Value
 from planner.analysis.memory.backward import reached_from, receive, run_node
 from planner.analysis.memory.forward import output_at, run
+from planner.analysis.memory.gather import keeps_gradients
 from planner.analysis.memory.steady_state import Wiring
 from planner.analysis.memory.storages import Held, Storage, StorageTracker
 from planner.analysis.memory.walk import Walk
@@ -237,6 +238,8 @@ class BlockRun:
         self.around, self.heap = around, _Tracker(watched)
         self.walk = Walk(Wiring(assignment), [], range(number, number + 1), heap=self.heap)
         self.walk.number = number
+        if keeps_gradients(self.space):
+            self.walk.buckets = self.heap.give("gradients", "gradients", 0)
         self.walk.before = self.next_frame = _NextFrame(self.heap)
         self.inputs: dict[Ref, Value] = {}
         self.sent_bytes = 0

@@ -175,7 +175,7 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
 
 def reshard_shared(walk: Walk, ref: Ref, value: Value) -> Value:
     """A held value, converted to the layout in which its readers find it; held."""
-    sums = sums_of(walk, ref)
+    sums = sums_of(walk.assignment, ref)
     for step in sums:
         (value,) = prefetch(walk, [value], {ref: (step,)}, (step,))
     if sums:

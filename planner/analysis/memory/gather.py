@@ -10,8 +10,9 @@ from itertools import pairwise
 from planner.analysis.memory.autograd_tape import Target, Value
 from planner.analysis.memory.storages import Storage
 from planner.analysis.memory.walk import Walk
-from planner.formulation.assignment import GatherBucket
-from planner.formulation.resharding import ReshardStep, Route, local_bytes
+from planner.formulation.assignment import Assignment, GatherBucket
+from planner.formulation.resharding import ReshardStep, local_bytes
+from planner.formulation.search_space import Space
 from planner.ir.folding import Block
 from planner.ir.graph import Ref
 from planner.ir.layout import MICRO, Shard
@@ -22,35 +23,44 @@ def _are_parameters(values: Iterable[Value]) -> bool:
     return all(value.made[0].keeps for value in values if value.made)
 
 
+def keeps_gradients(space: Space) -> bool:
+    """Whether sums that leave as gradients lie in memory that is there throughout a step in one piece; see
+    autopar/runtime/host/gradient_buckets.py.
+    """
+    return space.cost.cluster.on_cpu and space.unsharding.overlaps_reduce
+
+
 def bucket_bytes(walk: Walk, values: Mapping[Ref, Value]) -> int:
     """Bytes of the sums that leave as gradients of parameters, whose memory the host keeps for the next step."""
     times = Counter(range(len(walk.instances)))
     for skip in walk.skips:
         times.subtract(range(skip.start, skip.end))
         times.update(dict.fromkeys(range(skip.start - skip.period, skip.start), skip.times))
-    resharded = [value for ref, value in values.items() if sums_of(walk, ref) and _are_parameters([value])]
-    found = sum(value.bytes for value in resharded if value.made)
+    found = sum(value.bytes for ref, value in values.items() if value.made and sums_of(walk.assignment, ref))
     for number in +times:
-        for bucket in walk.assignment.gather_buckets(walk.instances[number].block):
-            steps = _crossing_steps(walk, next(iter(bucket.values())))  # like those of the others
-            together = [values[ref] for ref in bucket]
-            if steps and steps[0].rule == "I>R" and _are_parameters(together):
-                found += sum(value.bytes for value in together if value.made) * times[number]
+        refs = summed_by(walk.assignment, walk.instances[number].block)
+        found += times[number] * sum(values[ref].bytes for ref in refs if values[ref].made)
     return found
 
 
-def sums_of(walk: Walk, ref: Ref) -> list[ReshardStep]:
+def summed_by(assignment: Assignment, block: Block) -> list[Ref]:
+    """The parameters of a block whose gradients are summed over ranks as they are stored."""
+    found: list[Ref] = []
+    for bucket in assignment.gather_buckets(block):
+        steps = [step for step in next(iter(bucket.values())) if _crosses(assignment, step)]  # like those of the others
+        found += bucket if steps and steps[0].rule == "I>R" else ()
+    return found
+
+
+def sums_of(assignment: Assignment, ref: Ref) -> list[ReshardStep]:
     """The steps by which a parameter reaches its several readers, if its gradient is only summed."""
-    return _crossing_steps(walk, walk.assignment.shared_route(ref)) if walk.assignment.only_sums_gradient(ref) else []
+    route = assignment.shared_route(ref) if assignment.only_sums_gradient(ref) else ()
+    return [step for step in route if _crosses(assignment, step)]
 
 
-def _crossing_steps(walk: Walk, route: Route) -> list[ReshardStep]:
-    """The steps that cross ranks."""
-    return [step for step in route if _is_crossing(walk, step)]
-
-
-def _is_crossing(walk: Walk, step: ReshardStep) -> bool:
-    axis = walk.mesh.axes[step.axis]
+def _crosses(assignment: Assignment, step: ReshardStep) -> bool:
+    """Whether a step crosses ranks."""
+    axis = assignment.space.mesh.axes[step.axis]
     return axis.size > 1 and axis.name != MICRO
 
 
@@ -66,7 +76,7 @@ def gather(walk: Walk, block: Block, frame: dict[Ref, Value]) -> dict[Ref, Value
             walk.heap.hold(value.storage)
         once = walk.assignment.summed_together(bucket)  # not in a micro-batch
         for place, steps in enumerate(zip(*bucket.values(), strict=True)):
-            if place >= once and _is_crossing(walk, steps[0]):
+            if place >= once and _crosses(walk.assignment, steps[0]):
                 is_ahead = place == ahead.get(number)
                 current = prefetch(walk, current, bucket, steps, number if is_ahead else None)
         ready.update(zip(bucket, current, strict=True))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from planner.analysis.memory.autograd_tape import Tape, Value
 from planner.analysis.memory.backward import run_backward
 from planner.analysis.memory.forward import output_at, reshard_shared, run
-from planner.analysis.memory.gather import bucket_bytes, following_of
+from planner.analysis.memory.gather import bucket_bytes, following_of, keeps_gradients
 from planner.analysis.memory.offloadable import Saves, first_of
 from planner.analysis.memory.readers import enters_before, readers_of
 from planner.analysis.memory.skip import ENDS, UnevenError, fill_in, skip_over, skipped_leaves
@@ -58,7 +58,7 @@ def follow(walk: Walk) -> Usage:
     walk.parts = {ref: value.storage for ref, value in values.items()}
     leaf_bytes = heap.total
     heap.moment("forward")
-    if walk.space.cost.cluster.on_cpu and not walk.is_away:  # see autopar/runtime/host/gradient_buckets.py
+    if keeps_gradients(walk.space):
         walk.buckets = heap.new("gradients", "gradients", bucket_bytes(walk, values))
     values = {ref: reshard_shared(walk, ref, value) for ref, value in values.items()}
     received, sent = _received_by(walk), _crossing_after(walk, walk.blocks.stop - 1)

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import groupby, pairwise
 
 from planner.analysis.memory.block import BlockMemory
+from planner.analysis.memory.gather import keeps_gradients, summed_by, sums_of
 from planner.analysis.pipeline.block_memories import BlockMemories
 from planner.analysis.pipeline.leaf_memory import Leaves, Parts, by_use
 from planner.base.symbolic_float import at_least_zero
@@ -57,7 +58,8 @@ class Link:
     Attributes:
         communication_s: what of the block's seconds is communication.
         gather_s, reduce_s, update_s: once a step: gathering parameters, reducing gradients as far as the last backward
-            does not hide it, the optimizer's update.
+            of the block does not hide it, the optimizer's update.
+        hiding_s: of a step in one piece, how much of all that reduces gradients the block's backward may hide.
         held: what of the block's held bytes is of which use, see :data:`planner.analysis.memory.storages.USES`.
         input_bytes: what of them are inputs of the model, which every rank is given.
         gradients: of the gradients that come when it runs its backward first, bytes by use.
@@ -89,6 +91,7 @@ class Link:
     memories: BlockMemories = field(compare=False, repr=False)
     shared: tuple[tuple[str, Shared], ...] = ()
     uses: tuple[tuple[str, int], ...] = ()
+    hiding_s: float = 0.0
 
     @property
     def once_s(self) -> float:
@@ -186,8 +189,7 @@ class _Chain:
         shared = tuple(name for name in leaves if self.leaves.is_read_elsewhere(name))
         saved = self._crossing_into(number)
         first = tuple(self._first_savers.get(ref, number) == number for ref in saved)
-        kept = sum(self.leaves.outputs(number).values())
-        key = (self.memories.alike(number), shared, first, sum(sizes.values()), back, kept)
+        key = (self.memories.alike(number), shared, first, sum(sizes.values()), back, self._kept_bytes(number))
         if key not in self._known:
             self._known[key] = self._work_out(number, leaves, sum(sizes.values()), back)
         read = dict.fromkeys(ref.node for ref in instance.block.inputs if ref.node in self._shared)
@@ -226,13 +228,15 @@ class _Chain:
             self._run(sums, node)
         parts = self.leaves.parts(number)
         held, gradients = by_use(parts.always), by_use(parts.gradients)
-        held["activations"] += sum(self.leaves.outputs(number).values())
+        held["activations"] += self._kept_bytes(number)
+        held["gradients"] += self._bucket_bytes(number)
         before = (self.leaves.versions - 1) * gradients.total()
         kind = instance.kind
         levels = tuple(dict.fromkeys(self.assignment.comes_to(kind, level) for level in self.levels.of(kind)))
         again_s = [self._again_s(number, level) for level in levels]
         memories = [self.memories.of(number, level) for level in levels]
         saved = [self._saved_bytes(number, memory) for memory in memories]
+        is_beside = self.space.unsharding.overlaps_reduce
         return Link(
             block=ChainBlock(
                 name=self.folded.names[kind],
@@ -246,7 +250,7 @@ class _Chain:
             ),
             communication_s=sums.communication_s,
             gather_s=sums.gather_s,
-            reduce_s=at_least_zero(sums.reduce_s - sums.hidden_s),
+            reduce_s=sums.reduce_s if is_beside else at_least_zero(sums.reduce_s - sums.hidden_s),
             update_s=sums.update_s,
             held=held,
             input_bytes=sum(
@@ -260,7 +264,21 @@ class _Chain:
             at_end_bytes=by_use(parts.at_end).total(),
             reduced_bytes=by_use(parts.reduced).total(),
             memories=self.memories,
+            hiding_s=sums.hidden_s * is_beside,
         )
+
+    def _bucket_bytes(self, number: int) -> int:
+        """Bytes of gradients of the parameters that are held with a block for which memory is there throughout."""
+        if not keeps_gradients(self.space):
+            return 0
+        refs = summed_by(self.assignment, self.folded.instances[number].block)
+        refs += [Ref(name) for name in self.leaves.first_read[number] if sums_of(self.assignment, Ref(name))]
+        kinds = ((self.graph.type_of(ref), self.assignment.produced(ref)) for ref in refs)
+        return sum(local_bytes(kind, layout, self.space.mesh) for kind, layout in kinds if kind.grad)
+
+    def _kept_bytes(self, number: int) -> int:
+        """Bytes of the outputs that a block makes, where micro-batches are put together to them."""
+        return sum(self.leaves.outputs(number).values()) if self.space.micro_batched else 0
 
     def _saved_bytes(self, number: int, memory: BlockMemory) -> int:
         """Bytes that a block saves of a micro-batch: what it makes, and inputs that no earlier block saves, where
@@ -324,10 +342,15 @@ class _Chain:
 
     def _convert_once(self, sums: _Sums, ref: Ref, source: Layout, target: Layout) -> None:
         """Add what is gathered before all micro-batches and reduced after them, and adding up the gradients of each; or
-        both for each.
+        both for each; or in a step in one piece what is reduced while it computes.
         """
         there_s, back_s = self._conversion(ref, source, target)
         summed_s = self._summed_s(ref, source, target)
+        if self.space.unsharding.overlaps_reduce:
+            sums.forward_s += there_s
+            sums.reduce_s += back_s
+            sums.communication_s += there_s
+            return
         if not self.space.unsharding.once_per_step:
             sums.forward_s += there_s
             sums.weight_s += back_s

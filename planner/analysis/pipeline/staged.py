@@ -10,21 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import combinations, pairwise, product
 
 import numpy as np
 
-from planner.analysis.pipeline.chain import Link, also_read, chain_of, placed
+from planner.analysis.pipeline.chain import Link, also_read, chain_of, links_of, placed
 from planner.analysis.pipeline.rank_memory import LiveMemory
 from planner.base.errors import InfeasibleError
 from planner.base.symbolic_float import rest
-from planner.formulation.remat.levels import Level, Recompute, at_levels
+from planner.formulation.assignment import Assignment
+from planner.formulation.remat.levels import Level, Recompute, at_levels, used
 from planner.ir.folding import Folded
 from planner.solve.pipeline.partition import cut
 from planner.solve.pipeline.simulate import Times, bubble
 from planner.solve.pipeline.simulate import step_s as simulated_s
-from planner.solve.pipeline.stages import Chain, Cut, Pipeline, backward_bytes, blocks_of, bound_s, stage_times
+from planner.solve.pipeline.stages import (
+    Chain,
+    Cut,
+    Pipeline,
+    backward_bytes,
+    blocks_of,
+    bound_s,
+    evaluate,
+    stage_times,
+)
 from planner.solve.problem import Evaluation
 
 BEST = 2
@@ -33,8 +43,10 @@ QUICK, THOROUGH = 100, 1000
 """Effort for cuts that are one of many, and for the last; see :data:`planner.solve.pipeline.partition.EFFORT`."""
 TRIES = 8
 """So often a chain is cut anew with less memory when what works beside it did not fit."""
-
-
+SAME = 1e-9
+"""Part of a step by which a bound may be off for rounding."""
+ROOM = 0.01
+"""Part of the memory that a cut may leave."""
 WORKS = ("compute", "recompute", "communication", "gradients", "optimizer")
 """What a rank does in a micro-batched step, by use."""
 
@@ -116,10 +128,15 @@ class Staged:
         """The first of those that need most."""
         return self.rank_bytes.index(self.peak_bytes)
 
+    def leaves_nothing(self, limit_bytes: int) -> bool:
+        """Whether a cut with a little more memory would hardly be faster."""
+        return self.peak_bytes > limit_bytes * (1 - ROOM) or not any(self.cut.savings)
+
     @property
     def evaluation(self) -> Evaluation:
-        """What it takes, as of a plan without micro-batches; nothing of its communication is told apart."""
-        return Evaluation(self.step_s, 0.0, self.peak_bytes, True)
+        """What it takes; of steps of several micro-batches or stages nothing of its communication is told apart."""
+        is_whole = not self.links[0].memories.space.micro_batched
+        return Evaluation(self.step_s, self.once_s[0][1] if is_whole else 0.0, self.peak_bytes, True)
 
     @property
     def levels(self) -> tuple[Level, ...]:
@@ -129,6 +146,10 @@ class Staged:
     def recompute(self, folded: Folded) -> Recompute:
         """Which instances of each kind recompute."""
         return at_levels(folded, self.levels)
+
+    def least_recompute(self, folded: Folded) -> Recompute:
+        """What they recompute at least, whatever the cut."""
+        return at_levels(folded, (link.levels[0] for link in self.links))
 
     @cached_property
     def time_s(self) -> dict[str, float]:
@@ -197,11 +218,17 @@ def stage(
         if number >= BEST and (best is not None or cutoff_s < math.inf):
             break
         least_s = cutoff_s if best is None else best.step_s
-        if bound_s(pipeline, chain) < least_s:
-            found = _cut(links, pipeline, limit_bytes, least_s, effort)
+        once_s = _least_once_s(links, pipeline)
+        if bound_s(pipeline, chain) + once_s < least_s * (1 - SAME):
+            found = _cut(links, pipeline, limit_bytes, least_s - once_s, effort)
             if found is not None and found.step_s < least_s:
                 best = found
     return best
+
+
+def _least_once_s(links: Sequence[Link], pipeline: Pipeline) -> float:
+    """Seconds once a step at least, of any cut; known of one stage."""
+    return max(map(sum, _once_s(links, pipeline, (0, len(links))))) if pipeline.stages == 1 else 0.0
 
 
 def _even_s(pipeline: Pipeline, chain: Chain) -> float:
@@ -225,11 +252,10 @@ def _cut(
     """The best cut of a chain that fits with what works beside it: one that gathers parameters ahead, or where there is
     none, whatever it takes, one that waits for them.
     """
-    for prefetch in (True, False):
-        if prefetch or any(link.gathers_ahead for link in links):
-            found = _cut_so(links, pipeline, limit_bytes, cutoff_s, effort, prefetch)
-            if found is not None:
-                return found
+    for prefetch in _prefetches(links):
+        found = _cut_so(links, pipeline, limit_bytes, cutoff_s, effort, prefetch)
+        if found is not None:
+            return found
     return None
 
 
@@ -238,25 +264,82 @@ def _cut_so(
 ) -> Staged | None:
     """The same of those that gather parameters ahead, or do not."""
     chain, least = chain_of(links), min(min(link.working_bytes) for link in links)
-    working = [least] * (pipeline.stages - 1) + [max(least, min(links[-1].working_bytes))]
-    spare = 0
+    beside = _Beside((*[least] * (pipeline.stages - 1), max(least, min(links[-1].working_bytes))))
+    best: Staged | None = None
+    too_little: _Beside | None = None
     for _ in range(TRIES):
+        room = None if limit_bytes is None else max(0, limit_bytes - beside.spare)
         try:
-            room = None if limit_bytes is None else max(0, limit_bytes - spare)
-            found = cut(pipeline, chain, room, cutoff_s, effort, working)
+            found = cut(pipeline, chain, room, cutoff_s if best is None else best.cut.step_s, effort, beside.working)
         except InfeasibleError:
-            return None
-        if found is None:
-            return None
-        priced = price(links, pipeline, found, prefetch)
-        if limit_bytes is None or priced.peak_bytes <= limit_bytes:
-            return priced
-        known = backward_bytes(pipeline, chain, found.bounds, found.savings)
-        each = zip(priced.alive.backward_bytes, known, working, strict=True)
-        more = [max(had, size - known) if size > limit_bytes else had for size, known, had in each]
-        spare += priced.peak_bytes - limit_bytes if more == working else 0
-        working = more
-    return None
+            found = None
+        priced = None if found is None else price(links, pipeline, found, prefetch)
+        if priced is None or limit_bytes is None or priced.peak_bytes <= limit_bytes:
+            best, enough = priced or best, beside
+            if best is None or limit_bytes is None or too_little is None or best.leaves_nothing(limit_bytes):
+                break
+            beside = too_little.halfway(enough)
+        else:
+            too_little = beside
+            beside = beside.more(priced, limit_bytes) if best is None else beside.halfway(enough)
+    return best
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What a cut leaves free: of each stage beside what its backward starts with, and of every rank."""
+
+    working: tuple[int, ...]
+    spare: int = 0
+
+    def more(self, priced: Staged, limit_bytes: int) -> _Beside:
+        """So much that what did not fit of a cut would."""
+        known = backward_bytes(priced.pipeline, chain_of(priced.links), priced.cut.bounds, priced.cut.savings)
+        each = zip(priced.alive.backward_bytes, known, self.working, strict=True)
+        working = tuple(max(had, size - known) if size > limit_bytes else had for size, known, had in each)
+        return _Beside(working, self.spare + (priced.peak_bytes - limit_bytes) * (working == self.working))
+
+    def halfway(self, other: _Beside) -> _Beside:
+        """Between the two."""
+        working = tuple((mine + its) // 2 for mine, its in zip(self.working, other.working, strict=True))
+        return _Beside(working, (self.spare + other.spare) // 2)
+
+
+def ways_of(links: Sequence[Link], pipeline: Pipeline) -> int:
+    """In how many ways a chain runs on a pipeline: cuts, levels of recomputation, and waiting for what is gathered."""
+    cuts = math.comb(len(links) - 1, pipeline.stages - 1)
+    return cuts * math.prod(len(link.levels) for link in links) * len(_prefetches(links))
+
+
+def enumerated(links: Sequence[Link], pipeline: Pipeline, limit_bytes: int, cutoff_s: float) -> Staged | None:
+    """The fastest of all ways for a chain to run on a pipeline that fits and takes less than ``cutoff_s``; each is
+    tried.
+    """
+    chain, ends, found = chain_of(links), range(1, len(links)), list[Staged]()
+    for inner in combinations(ends, pipeline.stages - 1):
+        for ways in filter(partial(_is_in_order, links), product(*(range(len(link.levels)) for link in links))):
+            cut = evaluate(pipeline, chain, (0, *inner, len(links)), ways)
+            found += (price(links, pipeline, cut, prefetch) for prefetch in _prefetches(links))
+    faster = sorted((each for each in found if each.step_s < cutoff_s), key=lambda each: each.step_s)
+    return next((each for each in faster if each.peak_bytes <= limit_bytes), None)
+
+
+def _is_in_order(links: Sequence[Link], savings: Sequence[int]) -> bool:
+    """Whether of equal blocks of a step in one piece those that save least come first: plans count the others."""
+    if links[0].memories.space.micro_batched:
+        return True
+    last = dict[int, int]()
+    for instance, way in zip(links[0].memories.instances, savings, strict=True):
+        if way > last.get(instance.kind, way):
+            return False
+        last[instance.kind] = way
+    return True
+
+
+def _prefetches(links: Sequence[Link]) -> tuple[bool, ...]:
+    """Whether parameters may be gathered ahead, or waited for."""
+    is_free = links[0].memories.space.micro_batched and any(link.gathers_ahead for link in links)
+    return (True, False) if is_free else (True,)
 
 
 def price(links: Sequence[Link], pipeline: Pipeline, found: Cut, prefetch: bool = True) -> Staged:
@@ -269,6 +352,45 @@ def price(links: Sequence[Link], pipeline: Pipeline, found: Cut, prefetch: bool 
     return Staged(pipeline, tuple(links), found, found.step_s + once_s, prefetch=prefetch)
 
 
+def in_one_piece(assignment: Assignment) -> Staged:
+    """A step without micro-batches as one stage, which recomputes what the assignment says."""
+    space, pipeline = assignment.space, Pipeline("1f1b", 1, 1)
+    links = links_of(assignment, used(assignment.recompute, space.folded))
+    ways = tuple(
+        link.levels.index(assignment.comes_to(kind, assignment.recompute.level(kind, nth)))
+        for link, (kind, nth) in zip(links, space.decision_graph.blocks.numbers, strict=True)
+    )
+    return price(links, pipeline, evaluate(pipeline, chain_of(links), (0, len(links)), ways))
+
+
+def saving_more(staged: Staged, limit_bytes: int, looks: int) -> Staged:
+    """The same stages with one block after the other saving more, as long as that fits and is faster: what backwards
+    have beside what is saved is another figure for each level.
+
+    Args:
+        looks: so often at most memory is simulated.
+    """
+    links, tried = staged.links, set[tuple[int, ...]]()
+    while looks > 0:
+        cut, ends = staged.cut, (*zip(links, staged.cut.savings, strict=True), None)
+        last = [at for at, (one, other) in enumerate(pairwise(ends)) if one != other]  # of each run of equal blocks
+        moves = {(*cut.savings[:at], way, *cut.savings[at + 1 :]) for at in last for way in range(cut.savings[at])}
+        chain, pipeline = chain_of(links), staged.pipeline
+        cuts = (
+            evaluate(pipeline, chain, cut.bounds, savings)
+            for savings in sorted(moves - tried)
+            if _is_in_order(links, savings)
+        )
+        every = sorted((price(links, pipeline, each, staged.prefetch) for each in cuts), key=lambda each: each.step_s)
+        faster = [each for each in every if each.step_s < staged.step_s][:looks]
+        tried, looks = tried | moves, looks - len(faster)
+        found = next((each for each in faster if each.peak_bytes <= limit_bytes), None)
+        if found is None:
+            break
+        staged = found
+    return staged
+
+
 def waiting(staged: Staged) -> Staged:
     """The same cut, which waits for what it gathers."""
     return price(staged.links, staged.pipeline, staged.cut, prefetch=False)
@@ -276,7 +398,7 @@ def waiting(staged: Staged) -> Staged:
 
 def _once_s(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) -> list[list[float]]:
     """Seconds once a step of every rank [rank][what]: gathering, reducing and the update."""
-    found = [[0.0, 0.0, 0.0] for _ in range(pipeline.ranks)]
+    found, hiding_s = [[0.0, 0.0, 0.0] for _ in range(pipeline.ranks)], [0.0] * pipeline.ranks
 
     def add(rank: int, *seconds: float) -> None:
         found[rank] = [had + more for had, more in zip(found[rank], seconds, strict=True)]
@@ -284,6 +406,10 @@ def _once_s(links: Sequence[Link], pipeline: Pipeline, bounds: Sequence[int]) ->
     for home, (low, high) in zip(pipeline.placed, pairwise(bounds), strict=True):
         for link in links[low:high]:
             add(home, link.gather_s, link.reduce_s, link.update_s)
+            hiding_s[home] += link.hiding_s
     for home, _, each in also_read(links, pipeline, bounds):
         add(home, each.gather_s, each.reduce_s + each.sum_s, each.update_s)
-    return found
+    return [
+        [gather_s, max(0.0, reduce_s - hidden_s), update_s]
+        for (gather_s, reduce_s, update_s), hidden_s in zip(found, hiding_s, strict=True)
+    ]

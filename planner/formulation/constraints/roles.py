@@ -1,6 +1,6 @@
 """Roles: what the axes of a recipe are for, a row for each; a new kind of axis is a row here.
 
-What a row says is all that pins, meshes, filters, and the recipes of the search ask of an axis by its name.
+What a row says is all that pins, meshes and filters ask of an axis by its name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Role:
         pin: the pin that gives its size along with those of others; left out, that of its name.
         is_alone: no other axis shards what it shards.
         takes_rest: it has the ranks that the sizes of the others leave, where its own is not pinned.
-        is_tried: the search tries it where nobody pins what axes are for.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Role:
     pin: str = ""
     is_alone: bool = False
     takes_rest: bool = False
-    is_tried: bool = False
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -55,14 +53,14 @@ ROLES = {
     role.name: role
     for role in (
         Role("replicate", "batch", "whole"),
-        Role("data", "batch", "zero", takes_rest=True, is_tried=True),
+        Role("data", "batch", "zero", takes_rest=True),
         Role("depth", "batch", "whole"),
         Role("expert", "expert", "zero", elsewhere="batch", is_alone=True),
         Role("expert_tensor", "expert features", "zero", elsewhere="batch", is_alone=True),
         Role("context", "context", "zero"),
         Role("ulysses", "context", "zero"),
         Role("table", "table", "any", elsewhere="batch"),
-        Role("tensor", WEIGHTS, "any", is_tried=True),
+        Role("tensor", WEIGHTS, "any"),
         Role("row", "batch", "sharded", pin="tensor"),
         Role("column", WEIGHTS, "any", activations=("features",), pin="tensor"),
         Role("input", WEIGHTS, "any", activations=("tokens", "features"), pin="tensor"),

@@ -161,23 +161,6 @@ def unfolded(recompute: Recompute, numbers: Sequence[tuple[int, int]]) -> Recomp
     )
 
 
-def together(recompute: Recompute, kinds: Sequence[int]) -> Recompute:
-    """The inverse of :func:`apart`, for a folding that joins only instances of one level.
-
-    Args:
-        kinds: of every instance, its kind in that folding.
-    """
-    joined: list[list[Amount]] = [[] for _ in range(max(kinds, default=-1) + 1)]
-    for kind, amount in zip(kinds, recompute.amounts, strict=True):
-        joined[kind].append(amount)
-    return Recompute(
-        tuple(
-            replace(Amount.at(each.level(0) for each in amounts), leads=any(each.leads for each in amounts))
-            for amounts in joined
-        )
-    )
-
-
 @dataclass(frozen=True)
 class Levels:
     """The levels at which instances of each kind of block may run.
@@ -203,6 +186,12 @@ class Levels:
         moves = ((kind, level) for mover, level in self.moves for kind in sorted(kinds) if kinds[kind] == mover)
         return Levels(tuple(self.first[kinds[kind]] for kind in sorted(kinds)), tuple(moves))
 
+    def ends(self, folded: Folded) -> tuple[Recompute, Recompute]:
+        """The least that may be recomputed, every block at its first level, and the most, every block at its last."""
+        each = [(self.of(kind), len(instances)) for kind, instances in enumerate(folded.kinds)]
+        least, most = (Recompute(tuple(Amount.of({of[end]: size}) for of, size in each)) for end in (0, -1))
+        return least, most
+
     def computed(self, kind: int) -> tuple[Level, ...]:
         """Those of a kind that differ where parameters are gathered once a step, for all micro-batches."""
         return tuple(dict.fromkeys("none" if level == "gathered" else level for level in self.of(kind)))
@@ -227,39 +216,18 @@ def used(recompute: Recompute, folded: Folded) -> Levels:
     return Levels(tuple(first), tuple((kind, level) for kind in kinds for level, _ in reversed(recompute.levels(kind))))
 
 
-@dataclass(frozen=True)
-class ParetoFrontier:
-    """Amounts of recomputation in a row: each step takes more time than the one before, and is there to hold less.
-
-    Attributes:
-        steps: the amounts.
-        breakpoints: the steps between which what is held changes evenly.
-    """
-
-    steps: tuple[Recompute, ...]
-    breakpoints: tuple[int, ...] = ()
-
-    def between(self, low: int, high: int) -> list[Recompute]:
-        """The amounts from step ``low`` to step ``high`` between which what is held changes evenly."""
-        return [self.steps[at] for at in (low, *(step for step in self.breakpoints if low < step < high), high)]
-
-    def unfolded(self, numbers: Sequence[tuple[int, int]]) -> ParetoFrontier:
-        """The same for a folding in which every instance is a kind of its own; see :func:`unfolded`."""
-        return ParetoFrontier(tuple(unfolded(step, numbers) for step in self.steps), self.breakpoints)
-
-
-def pareto_frontier(folded: Folded, levels: Levels) -> ParetoFrontier:
-    """From every block at its first level, by one more instance at a time at its next one, move after move, to every
-    block at its last.
+def pareto_frontier(folded: Folded, levels: Levels) -> tuple[Recompute, ...]:
+    """Amounts of recomputation in a row, each of which takes more time than the one before, and is there to hold less:
+    from every block at its first level, by one more instance at a time at its next one, move after move, to every block
+    at its last.
     """
     sizes = [len(instances) for instances in folded.kinds]
     at = list(levels.first)
     step = [Amount.of({level: size}) for level, size in zip(at, sizes, strict=True)]
-    steps, breakpoints = [Recompute(tuple(step))], {0}
+    steps = [Recompute(tuple(step))]
     for kind, level in levels.moves:
         below, at[kind] = at[kind], level
-        breakpoints |= {len(steps) - 1, len(steps)}
         for moved in range(1, sizes[kind] + 1):
             step[kind] = Amount.of({level: moved, below: sizes[kind] - moved})
             steps.append(Recompute(tuple(step)))
-    return ParetoFrontier(tuple(steps), tuple(sorted(breakpoints | {len(steps) - 1})))
+    return tuple(steps)

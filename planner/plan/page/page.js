@@ -32,7 +32,6 @@ function cursor(card, data) {
     const bold = document.createElement("b");
     bold.textContent = inBytes(total);
     when.replaceChildren(bold, ` at ${inSeconds(start)} on ${data.ranks[rank].title}: ${data.words[what]}`);
-    alive.querySelector(".at").textContent = "fullest in " + data.words[fullest];
     control.setAttribute("aria-valuetext", when.textContent);
     for (const part of labels) {
       const size = uses[part.dataset.use];
@@ -79,7 +78,6 @@ function slider(curve) {
   const follow = () => {
     const number = points.findIndex(point => point.checked);
     control.value = number;
-    alive.querySelector(".at").textContent = "fullest in " + data.words[fullest];
     control.setAttribute("aria-valuetext", points[number].getAttribute("aria-label"));
   };
   control.closest("[hidden]").hidden = false;

@@ -100,7 +100,7 @@ class Fitting:
         found = followed(assignment.recompute)
         if found.needed_bytes <= usable:
             return found
-        steps = pareto_frontier(self.space.folded, self._levels).steps
+        steps = pareto_frontier(self.space.folded, self._levels)
         known = {len(steps) - 1: followed(steps[-1])}
 
         def fits(step: int) -> bool:

@@ -71,6 +71,35 @@ def least_of_each(
     return LeastOfEach(sum(roots, np.zeros(len(singles[0]))), tree, tables, sizes)
 
 
+def assignments_below(least: LeastOfEach, k: int, cost: float, most: int) -> list[tuple[float, Ints]] | None:
+    """All assignments that cost less than ``cost`` under the weights ``k``, cheapest first, with what they cost.
+
+    ``None``: there are more than ``most``, or a table was split, so that they are not known.
+    """
+    if not least.tree.exact:
+        return None
+    order = list(reversed(least.tree.clusters))
+    found: list[tuple[float, Ints]] = []
+    waiting = [(float(least.bounds[k]), 0, np.zeros(len(least.sizes), dtype=np.int64))]
+    while waiting:
+        so_far, at, chosen = waiting.pop()
+        if so_far >= cost:
+            continue
+        if at == len(order):
+            found.append((so_far, chosen))
+            if len(found) > most:
+                return None
+            continue
+        cluster, number = order[at], len(order) - 1 - at
+        costs = least.tables[number][(k, slice(None), *(chosen[u] for u in cluster.separator))]
+        for choice, more in enumerate(costs - costs.min()):
+            if so_far + more < cost:
+                other = chosen.copy()
+                other[cluster.vertex] = choice
+                waiting.append((so_far + float(more), at + 1, other))
+    return sorted(found, key=lambda each: each[0])
+
+
 def least_with_choices(least: LeastOfEach) -> list[Floats]:
     """What an assignment with each choice costs at least, ``(weights, choices)`` per vertex."""
     clusters = least.tree.clusters

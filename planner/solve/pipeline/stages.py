@@ -86,8 +86,12 @@ class Pipeline:
 
     @cached_property
     def moments(self) -> list[tuple[list[int], tuple[InFlight, ...]]]:
-        """Each rank's stages, and what they hold at its fullest moments."""
-        return self._by_rank(fullest(self.schedule, self.ranks, self.micro_batches, self.virtual_stages))
+        """Each rank's stages, and what they hold at its fullest moments.
+
+        Of a single micro-batch gradients come as what is saved goes: either all of one is there, or of the other.
+        """
+        found = self._by_rank(fullest(self.schedule, self.ranks, self.micro_batches, self.virtual_stages))
+        return found if self.micro_batches > 1 else [(stages, _parted(each)) for stages, each in found]
 
     @property
     def certain_moments(self) -> list[tuple[list[int], list[InFlight]]]:
@@ -101,6 +105,12 @@ class Pipeline:
     def _by_rank(self, moments: tuple[tuple[InFlight, ...], ...]) -> list[tuple[list[int], tuple[InFlight, ...]]]:
         placed = self.placed
         return [([s for s, home in enumerate(placed) if home == rank], each) for rank, each in enumerate(moments)]
+
+
+def _parted(moments: tuple[InFlight, ...]) -> tuple[InFlight, ...]:
+    """Moments without gradients, and one with gradients alone."""
+    saved = [moment._replace(added=False) for moment in moments]
+    return (*dict.fromkeys(saved), InFlight((0,) * len(moments[0].counts), added=True))
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def offloaded() -> Callable[..., Plan]:
 
 
 def test_the_page_on_offload_shows_todays_plan(offloaded: Callable[..., Plan]) -> None:
-    plan = offloaded(offload="host")
+    plan = offloaded(offload="host", micro_batches=1)
     head = re.search(r"^  offload .*?(?=^  search )", str(plan), flags=re.DOTALL | re.MULTILINE)
     check_block(OFFLOAD, "  offload ", head[0])
     check_block(OFFLOAD, "budget ", excerpt(block(OFFLOAD, "budget "), plan.transfer_schedule.text()))
@@ -111,7 +111,7 @@ def test_the_figures_on_the_page_on_offload_are_todays(offloaded: Callable[..., 
     with pytest.raises(InfeasibleError) as caught:
         offloaded(offload="none")
     leanest = re.search(r"the minimum-memory plan found \(.*?\) needs [\d,]+ bytes \(([\d.]+) MiB\)", str(caught.value))
-    plan = offloaded(offload="host")
+    plan = offloaded(offload="host", micro_batches=1)
     once = 4 * int(plan.model["parameters"])
     fetched = sum(size for (_, way), size in plan.transfer_schedule.bytes_moved.items() if way == "fetch")
     text = " ".join(OFFLOAD.read_text(encoding="utf-8").split())

@@ -115,7 +115,7 @@ def test_a_count_is_of_the_first_blocks() -> None:
 def test_a_count_beyond_the_blocks_is_refused_before_the_search(
     micro_batches: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planner.search.offload_search.memory_feasible", None)
+    monkeypatch.setattr("planner.search.offload_search.fastest", None)
     with pytest.raises(PinError, match=r"pin 'activations' is 99, but the model has 6 blocks: pin that many at most"):
         roomy(activations=99, **micro_batches)
     with pytest.raises(TypeError):  # what is in range is searched

@@ -100,7 +100,7 @@ def test_the_chain_adds_up_to_the_problem(which: str, micro_batches: int, gather
         for _, assignment in assignments(space, rng, 4):
             links = links_of(assignment, named(space.folded, COMPUTED, ("none",)))
             for level in COMPUTED:
-                step = pareto_frontier(space.folded, named(space.folded, (level,), ("none",))).steps[0]
+                step = pareto_frontier(space.folded, named(space.folded, (level,), ("none",)))[0]
                 recompute = assignment.what_it_comes_to(step)
                 problem = Decided(assignment, space.decision_graph).problem(None, recompute)
                 whole = evaluate(problem, (0,) * len(problem.vertices))
@@ -190,11 +190,8 @@ def test_no_pipeline_beats_its_relaxation(
         levels = named(space.folded, LEVELS if level is None else (level,))
         if level is None:
             levels = with_levels_between(levels, space.decision_graph, space.cost)
-        steps = pareto_frontier(space.folded, levels)
-        least, *more = steps.between(0, len(steps.steps) - 1)
-        bound = space.problem(None, least, more)
         for choices, assignment in assignments(space, rng, 3):
-            links, below = links_of(assignment, levels), evaluate(bound, choices)
+            links = links_of(assignment, levels)
             free = stage(links, pipelines_of(stages, micro_batches, len(links), names), None)
             for share in (1.0, 0.9, 0.7):
                 limit_bytes = int(free.peak_bytes * share)
@@ -212,7 +209,7 @@ def test_no_pipeline_beats_its_relaxation(
                     others = [kept != choice for kept, choice in zip(costs.kept or (), choices, strict=True)]
                     alone = PipelineBounds(costs.without(others), found.peak_bytes, least_send_s(space), waits)
                     assert alone.of(known, math.inf).time_s <= found.step_s * (1 + 1e-9)
-                    assert below.peak_bytes <= found.peak_bytes <= limit_bytes
+                    assert costs.least_bytes() <= found.peak_bytes <= limit_bytes
                     assert math.fsum(found.time_s.values()) == pytest.approx(found.step_s)
                     assert sum(peak_micro_batched(assignment, found).by_use().values()) == found.peak_bytes
                     recompute = found.recompute(space.folded)

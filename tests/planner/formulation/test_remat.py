@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import pytest
 
-from planner.cost.model import CostModel
-from planner.formulation.constraints.mesh_candidates import candidate_meshes
-from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.backward_slice import Again, Backward
 from planner.formulation.remat.levels import (
     COMPUTED,
@@ -17,16 +13,10 @@ from planner.formulation.remat.levels import (
     Amount,
     Recompute,
     pareto_frontier,
-    together,
-    unfolded,
 )
-from planner.formulation.search_space import Space
-from planner.formulation.strategies import rules_of
-from planner.formulation.training import Training
 from planner.ir.folding import fold
 from planner.ir.graph import Graph
-from planner.solve.choices import lower_bound_between, solve
-from tests.planner.plans import Build, cluster, named, plan_of, residual_mlp
+from tests.planner.plans import Build, named, plan_of, residual_mlp
 
 GRAPH = residual_mlp(layers=4)
 FOLDED = fold(GRAPH)
@@ -95,7 +85,7 @@ def test_what_was_drawn_is_drawn_again() -> None:
 
 
 def test_the_ladder_goes_from_nothing_to_everything() -> None:
-    steps, kinds = pareto_frontier(FOLDED, named(FOLDED)).steps, len(FOLDED.kinds)
+    steps, kinds = pareto_frontier(FOLDED, named(FOLDED)), len(FOLDED.kinds)
     assert [step.amounts[LAYER] for step in steps] == [
         *([Amount()] * LAYER),
         *(Amount.of({"gathered": some}) for some in range(5)),
@@ -105,13 +95,13 @@ def test_the_ladder_goes_from_nothing_to_everything() -> None:
         *(Amount.of({"full": full, "selective": 4 - full}) for full in range(1, 5)),
     ]
     assert not steps[0] and all(steps[1:])
-    assert pareto_frontier(FOLDED, named(FOLDED, ("none",), ("none",))).steps == steps[:1]
+    assert pareto_frontier(FOLDED, named(FOLDED, ("none",), ("none",))) == steps[:1]
     for level, step in (("gathered", kinds + 3), ("resharded", kinds + 7), ("selective", kinds + 11), ("full", -1)):
-        assert pareto_frontier(FOLDED, named(FOLDED, (level,), ("gathered",))).steps == (steps[step],)
-    assert pareto_frontier(FOLDED, named(FOLDED, LEVELS[1:], ("gathered",))).steps == steps[kinds + 3 :]
-    held = pareto_frontier(FOLDED, named(FOLDED, COMPUTED, ("none",))).steps
+        assert pareto_frontier(FOLDED, named(FOLDED, (level,), ("gathered",))) == (steps[step],)
+    assert pareto_frontier(FOLDED, named(FOLDED, LEVELS[1:], ("gathered",))) == steps[kinds + 3 :]
+    held = pareto_frontier(FOLDED, named(FOLDED, COMPUTED, ("none",)))
     assert len(held) == 13 and not any(amount.count("gathered") for step in held for amount in step.amounts)
-    assert len(pareto_frontier(FOLDED, named(FOLDED, ("full",))).steps) == kinds
+    assert len(pareto_frontier(FOLDED, named(FOLDED, ("full",)))) == kinds
 
 
 def test_levels_go_to_the_first_instances() -> None:
@@ -126,33 +116,6 @@ def test_levels_go_to_the_first_instances() -> None:
     both = Amount.of({"resharded": 1, "gathered": 2, "full": 1})
     lowered = both.mapped(lambda level: "gathered" if level == "resharded" else level)
     assert lowered == Amount.of({"gathered": 3, "full": 1})
-
-
-def test_apart_and_together_are_inverse() -> None:
-    numbers = DecisionGraph(FOLDED, rules_of(GRAPH)).blocks.numbers
-    for step in pareto_frontier(FOLDED, named(FOLDED)).steps:
-        single = unfolded(step, numbers)
-        assert [single.level(i, 0) for i in range(len(numbers))] == [step.level(*number) for number in numbers]
-        assert together(single, [kind for kind, _ in numbers]) == step
-
-
-def test_every_step_takes_longer_and_bounds_hold_between() -> None:
-    """The problem of several steps is below each of them, choice by choice and pair by pair."""
-    spec = cluster(4)
-    for mesh in candidate_meshes(spec, 2):
-        space, frontier = (
-            Space(FOLDED, mesh, CostModel(spec), Training(), rules_of(GRAPH)),
-            pareto_frontier(FOLDED, named(FOLDED)),
-        )
-        exact = [space.problem(None, step) for step in frontier.steps]
-        for low, high in [(0, len(exact) - 1), (2, 6), (5, 5)]:
-            least, *more = frontier.between(low, high)
-            bound = space.problem(None, least, more)
-            for step in range(low, high + 1):
-                for under, over in zip(bound.vertices, exact[step].vertices, strict=True):
-                    assert (under.time_s <= over.time_s).all() and (under.held_bytes <= over.held_bytes).all()
-                for below, above in zip(bound.edges, exact[step].edges, strict=True):
-                    assert (below.time_s <= above.time_s).all() and (below.held_bytes <= above.held_bytes).all()
 
 
 def test_zero_3_gathers_again_what_zero_2_holds() -> None:
@@ -189,19 +152,3 @@ def test_a_pinned_level_is_planned_predicted_and_read_back(level: str) -> None:
     assert plan.predicted.peak_bytes < free.predicted.peak_bytes
     assert plan.certificate.holds
     assert type(plan).from_dict(plan.to_dict()).blocks == plan.blocks
-
-
-def test_the_bound_between_two_steps_holds_for_every_step_between() -> None:
-    """Concave along the way: no step between is solved below the bound that its ends give."""
-    spec, frontier = cluster(4), pareto_frontier(FOLDED, named(FOLDED))
-    bounded = 0
-    for mesh in candidate_meshes(spec, 2):
-        space = Space(FOLDED, mesh, CostModel(spec), Training(), rules_of(GRAPH))
-        for limit in (9_000_000, 11_000_000, 13_000_000, 20_000_000):
-            for low, high in itertools.pairwise(frontier.breakpoints):
-                problems = [space.problem(limit, frontier.steps[step]) for step in range(low, high + 1)]
-                answers = [solve(problem, least_memory=False) for problem in problems]
-                bound = lower_bound_between(problems[0], problems[-1]).time_s
-                assert all(bound <= answer.objective_s * (1 + 1e-9) for answer in answers)
-                bounded += any(answer.status == "infeasible" for answer in answers) and bound > 0
-    assert bounded

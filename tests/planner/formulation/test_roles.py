@@ -1,8 +1,6 @@
-"""Roles: a row of the table is all that a new kind of axis needs to be pinned, obeyed, refused and tried."""
+"""Roles: a row of the table is all that a new kind of axis needs to be pinned, obeyed and refused."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 
@@ -12,11 +10,8 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.constraints.roles import REST, ROLES, Role
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
-from planner.search.min_memory import min_memory_plans
-from planner.search.recipes import by_recipe, freed
 from planner.search.search import search
 from tests.planner.plans import cluster, plan_of, residual_mlp
-from tests.planner.search.test_recipes import looked
 
 GRAPH = residual_mlp(layers=2, width=64, batch=48)
 HIDDEN = at_factors(lambda node, rule: {"n"} if node.path.endswith(".up") else set())
@@ -26,7 +21,7 @@ HIDDEN = at_factors(lambda node, rule: {"n"} if node.path.endswith(".up") else s
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """An axis for the hidden features of the layers, which has the batch in all other operators."""
     monkeypatch.setitem(LABELS, "hidden", Label(HIDDEN, "hidden dim", "shards hidden features, and there are none"))
-    monkeypatch.setitem(ROLES, "hidden", Role("hidden", "hidden", "any", elsewhere="batch", is_tried=True))
+    monkeypatch.setitem(ROLES, "hidden", Role("hidden", "hidden", "any", elsewhere="batch"))
 
 
 def test_a_row_can_be_pinned_and_is_obeyed() -> None:
@@ -66,11 +61,3 @@ def test_reports_name_what_it_shards() -> None:
 def test_errors_name_it(graph: Graph, devices: int, pin: dict[str, int], message: str) -> None:
     with pytest.raises(PinError, match=message):
         plan_of(graph, cluster(devices), pin)
-
-
-def test_the_search_tries_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    context, branches = looked(monkeypatch, 4, {})
-    held = by_recipe(context, branches, math.inf)
-    assert {("hidden",), ("data", "hidden")} <= {branch.candidate.config.mesh.names for branch in held}
-    for lean in (lean for branch in held for lean in min_memory_plans(context, [branch])):
-        assert freed(lean.best, branches).config in {branch.candidate.config for branch in branches}

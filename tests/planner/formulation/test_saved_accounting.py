@@ -197,7 +197,7 @@ def test_layers_that_hand_values_on_or_are_read_by_the_last(layers: int, crossin
 def test_equal_blocks_are_walked_once_for_each_way_to_find_them() -> None:
     folded = fold(residual_mlp(layers=40))
     decision_graph = DecisionGraph(folded, {})
-    for step in pareto_frontier(folded, named(folded)).steps:
+    for step in pareto_frontier(folded, named(folded)):
         decision_graph.blocks.charged(step)
     assert sum(decision_graph.blocks._charges._goes_on) >= 37, "one layer after another"
     # The layers at four levels, and the first of them, whose value the stem makes; the stem and the head.
@@ -205,7 +205,7 @@ def test_equal_blocks_are_walked_once_for_each_way_to_find_them() -> None:
         len(
             {
                 paid
-                for step in pareto_frontier(folded, named(folded)).steps
+                for step in pareto_frontier(folded, named(folded))
                 for paid in decision_graph.blocks._charges.of(step)
             }
         )

@@ -14,7 +14,7 @@ from planner.ir.layout import Mesh
 from planner.plan.document.document import BlockPlan
 from planner.plan.page.mesh import ranks as drawn_ranks
 from tests.planner.plan.shown import Page, bare, gpt2, mlp
-from tests.planner.plans import WHOLE, Build, cluster, plan_of, residual_mlp
+from tests.planner.plans import cluster, plan_of, residual_mlp
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,3 @@ def test_the_page_is_saved_whole(tmp_path: Path) -> None:
     gpt2().save_html(tmp_path / "plan.html")
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == gpt2().to_html()
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_step_that_takes_no_time_has_a_page() -> None:
-    b = Build()
-    plan = plan_of(b.graph(b.leaf("x", 8, 8)), cluster(1), WHOLE)
-    assert plan.predicted.step_time_s == 0 and "Step over time" in plan.to_html()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -25,6 +24,7 @@ from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, refold, reprice, restore
 from planner.plan.rebinding.matching import matched_blocks
 from planner.plan.rebinding.rebind import rebind
+from planner.search.search import GAP
 from planner.solve.problem import evaluate
 from tests.planner.plans import Build, cluster, plan_of, residual_mlp, unwrapped
 
@@ -296,10 +296,11 @@ def test_the_bound_of_arithmetic_and_that_of_a_search_are_below_what_a_search_fi
     fresh = plan_of(graph, pin={"data": 2, "tensor": 2})
     assert compared.rebinding is not None and alone.rebinding is not None
     assert (alone.rebinding.bound_by, compared.rebinding.bound_by) == ("arithmetic", "search")
-    assert compared.rebinding.fresh_step_s == pytest.approx(fresh.predicted.step_time_s)
+    fresh_s = compared.rebinding.fresh_step_s
+    assert fresh_s is not None and (1 - GAP) * fresh_s <= fresh.predicted.step_time_s <= fresh_s * (1 + 1e-9)
     bounds = [plan.predicted.step_time_s * (1 - plan.search.gap) for plan in (alone, compared)]
     assert 0 < bounds[0] <= bounds[1] <= fresh.predicted.step_time_s * (1 + 1e-9)
-    assert math.isclose(bounds[1], fresh.predicted.step_time_s, rel_tol=2e-3)
+    assert bounds[1] >= fresh.predicted.step_time_s * (1 - GAP)
 
 
 # ---- as any other plan -----------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from planner.formulation.assignment import assignment_of
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import pace_of
-from planner.formulation.remat.levels import Amount, Level, Recompute, least_memory_first, pareto_frontier
+from planner.formulation.remat.levels import Amount, Level, Recompute, least_memory_first
 from planner.formulation.search_space import Space
 from planner.formulation.stage_boundaries import crossing
 from planner.formulation.strategies import rules_of
@@ -141,14 +141,6 @@ class BruteForce:
         whole = {config: each.best(limit_bytes) for config, each in self.whole.items()}
         return {**whole, **{config: each.best(limit_bytes) for config, each in self.parts.items()}}
 
-    def by_the_sum(self, limit_bytes: int | None, *, frontier: bool) -> dict[Config, Optimum]:
-        """The same of steps in one piece by the sum of bytes that the problem states.
-
-        Args:
-            frontier: of amounts of recomputation those alone that are on the Pareto frontier.
-        """
-        return {config: each.best_by_the_sum(limit_bytes, frontier) for config, each in self.whole.items()}
-
     def space(self, config: Config, folded: Folded) -> Space:
         """Every decision of a configuration."""
         unsharding: Unsharding = PER_STEP if config.once else PER_MICRO_BATCH
@@ -216,9 +208,6 @@ class Whole:
         ]
         if len(self.rows) * len(self.amounts) > 25 * brute.most:
             raise TooLargeError(f"{len(self.rows)} assignments with {len(self.amounts)} amounts of recomputation")
-        numbers = DecisionGraph(brute.folded, brute.rules).blocks.numbers
-        frontier = pareto_frontier(brute.folded, brute.levels).unfolded(numbers).steps
-        self.on_frontier = [_leveled(amount) in [*map(_leveled, frontier)] for amount in self.amounts]
         self._peaks: dict[tuple[int, int], int] = {}
 
     @cached_property
@@ -266,15 +255,6 @@ class Whole:
         updating = np.sum([vertices[at].time_s[self.rows[:, at]] for at in leaves], axis=0)
         for (amount, row), time_s in np.ndenumerate(self._costs[0]):
             yield amount, row, float(time_s), float(updating[row])
-
-    def best_by_the_sum(self, limit_bytes: int | None, frontier: bool) -> Optimum:
-        times, peaks = self._costs
-        fits = np.full(times.shape, True) if limit_bytes is None else peaks <= limit_bytes
-        if frontier:
-            fits &= np.array(self.on_frontier)[:, None]
-        allowed = np.where(fits, times, math.inf)
-        amount, row = divmod(int(allowed.argmin()), len(self.rows))
-        return self._found(float(allowed[amount, row]), amount, row) if fits.any() else NOTHING_FITS
 
     def _found(self, time_s: float, amount: int, row: int) -> Optimum:
         problem = self.space.problem(None, self.amounts[amount])

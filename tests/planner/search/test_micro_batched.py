@@ -72,7 +72,7 @@ def test_pipelines_are_never_worse_and_bounds_hold() -> None:
         for candidate in both.candidates:
             assert candidate.bound_s <= candidate.objective_s * (1 + 1e-9)
         won += both.staged is not None
-        tight = with_memory(spec, int(0.97 * both.evaluation.peak_bytes))
+        tight = with_memory(spec, both.peak_bytes - 1)
         less = searched(tight)
         assert less.evaluation.time_s >= both.evaluation.time_s * (1 - both.gap) * (1 - 1e-9)
         assert less.peak_bytes <= tight.device.usable_bytes

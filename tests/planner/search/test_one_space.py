@@ -23,12 +23,10 @@ from tests.planner.search.brute_force import BruteForce, Parts, Whole, best_of
 from tests.planner.search.one_space import Case, Tally, check, drawn
 
 SEEDS = (34, 36, 46, 69, 74, 98, 101, 123, 127, 206, 290, 370)
-KNOWN = {"sum", "indivisible", "home", "offload"}
-"""What does not hold yet. A search of steps in one piece adds up bytes that are not alive at once, so that what it
-proves is proved of plans that fit by that sum; the bound of micro-batched steps does so too, which is wrong of seed
-302. It refuses a model no size of which the devices divide, though there are
-pipelines. It leaves the host alone unless that is pinned; and then it does not know what transfer schedules keep on the
-device, so that its bound is one of its own reckoning.
+KNOWN = {"indivisible", "home", "offload"}
+"""What does not hold yet. A search refuses a model no size of which the devices divide, though there are pipelines. It
+leaves the host alone unless that is pinned; and then it does not know what transfer schedules keep on the device, so
+that its bound is one of its own reckoning.
 """
 
 
@@ -44,6 +42,7 @@ def test_what_a_search_says_is_what_brute_force_says(seed: int) -> None:
     check(case, tally)
     assert tally.problems == len(case.limits) and tally.rows + tally.infeasible
     assert not [str(each) for each in tally.violations if each.cause not in KNOWN]
+    assert tally.unfound <= (seed == 206)
 
 
 def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,19 +52,19 @@ def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = one_space.searched(case.graph, case.cluster)
     rows = honest.candidates
 
-    def said(**changes: object) -> set[str]:
-        monkeypatch.setattr(one_space, "searched", lambda graph, cluster: replace(honest, **changes))
+    def said(off: float = 0.0, **changes: object) -> set[str]:
+        found = replace(honest, **changes)
+        vars(found)["evaluation"] = replace(honest.evaluation, time_s=best.time_s * (1 + off))
+        monkeypatch.setattr(one_space, "searched", lambda graph, cluster: found)
         tally = Tally()
         check(case, tally)
         return {each.what for each in tally.violations}
 
-    slower = replace(honest.best, evaluation=replace(honest.evaluation, time_s=best.time_s * (1 + 1e-5)))
-    faster = replace(honest.best, evaluation=replace(honest.evaluation, time_s=best.time_s * (1 - 1e-5)))
     assert said() == set()
-    assert said(best=slower, status="optimal", gap=0.0) == {"missed"}
-    assert said(best=slower, status="feasible", gap=5e-6) == {"bound"}
-    assert said(best=slower, status="feasible", gap=2e-5) == set()
-    assert said(best=faster) == {"better"}
+    assert said(1e-5, status="optimal", gap=0.0) == {"missed"}
+    assert said(1e-5, status="feasible", gap=5e-6) == {"bound"}
+    assert said(1e-5, status="feasible", gap=2e-5) == set()
+    assert said(-1e-5) == {"better"}
     for number, row in enumerate(rows):
         own_s = case.brute.optima(None)[one_space.config_of(row, case.brute.configs)].time_s
         above = replace(row, bound_s=own_s * (1 + 1e-5))

@@ -1,6 +1,4 @@
-"""Minimum-memory plans: budgets near what the minimum-memory plan needs, where the search's own sum of bytes says that
-nothing fits.
-"""
+"""Plans of least memory: budgets near what these need."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
-from planner.search.min_memory import MinMemoryPlan
 from planner.search.search import search
 from tests.planner.plans import residual_mlp, whole
 
@@ -83,16 +80,13 @@ def test_what_is_said_to_do_does_on_several_devices(
     searched(graph, math.ceil(least * share), pin, devices)
 
 
-def test_a_plan_that_fits_only_when_it_is_followed_is_taken_and_not_called_proved() -> None:
+def test_what_just_fits_is_found() -> None:
     graph = residual_mlp(layers=4, width=32, batch=64)
     least = at_least(graph, 1, {})
     found = searched(graph, least, {})
-    usable = found.assignment.space.cost.cluster.device.usable_bytes
-    assert found.evaluation.peak_bytes > usable  # by the search's sum
-    assert found.status == "feasible" and 0 < found.gap < 0.5
-    (row,) = found.candidates
-    assert row.status == "feasible" and row.bound_s == pytest.approx(found.evaluation.time_s * (1 - found.gap))
-    assert searched(graph, 2 * least, {}).status == "optimal"
+    assert found.bound_s <= found.evaluation.time_s
+    roomy = searched(graph, 2 * least, {})
+    assert roomy.status == "optimal" and roomy.evaluation.time_s < found.evaluation.time_s
 
 
 def test_what_less_memory_holds_is_not_ruled_out_by_what_is_proved_with_more() -> None:
@@ -105,38 +99,9 @@ def test_what_less_memory_holds_is_not_ruled_out_by_what_is_proved_with_more() -
         assert found.bound_s <= fastest_s * (1 + 1e-9)
 
 
-def test_no_less_than_what_is_said_to_do_does_and_no_recipe_that_is_pinned_needs_less() -> None:
-    """A tensor parallel plan, followed, needs less than the minimum-memory by the sum."""
+def test_with_less_the_same_is_said_to_do() -> None:
     graph = residual_mlp(layers=1, width=32, batch=64)
     least = at_least(graph, 1, {}, 4)
     assert at_least(graph, least * 98 // 100, {}, 4) == least
     found = searched(graph, least, {}, 4)
-    assert found.best.config.mesh.sizes == (4,)
     assert [row.status for row in found.candidates if row.config == found.best.config] == ["feasible"]
-    for pin in ({"tensor": 4}, {"data": 4}):
-        assert at_least(graph, 1, {**pin, "recompute": "full"}, 4) >= least
-
-
-def test_where_all_that_is_met_converts_much_what_is_nearly_as_light_is_solved() -> None:
-    """Else 297 kB are said to do, where 251 do and a pinned mesh that is not looked at needs 233."""
-    graph = residual_mlp(layers=6, width=32, batch=256)
-    assert at_least(graph, 1, {}, 8) < 1.1 * at_least(graph, 1, {"data": 4, "tensor": 2}, 8)
-
-
-def test_recipes_are_tried_micro_batched_too() -> None:
-    """Their cuts, too, need what the sum leaves out: without them 688 kB are said to do, with them 671."""
-    graph, pin = residual_mlp(layers=4, width=64, batch=32), {"micro_batches": 4}
-    assert at_least(graph, 1, pin, 4) <= at_least(graph, 1, {**pin, "tensor": 4}, 4)
-
-
-def test_what_is_not_followed_since_it_needs_more_by_the_sum_is_no_leaner(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, followed = residual_mlp(layers=2, width=16, batch=64), list[MinMemoryPlan]()
-    monkeypatch.setattr(
-        "planner.search.min_memory.MinMemoryPlan",
-        lambda *values: followed.append(MinMemoryPlan(*values)) or followed[-1],
-    )
-    least = at_least(graph, 1, {}, 2)
-    few = len(followed)
-    monkeypatch.setattr("planner.search.min_memory.LEAST_SHARE", 1e-9)
-    assert at_least(graph, 1, {}, 2) == least
-    assert few < len(followed) - few

@@ -1,4 +1,4 @@
-"""Bounds and evaluates a candidate with micro-batches, more closely each time.
+"""Bounds and evaluates a candidate, more closely each time.
 
 It falls into its pipelines, one for each schedule and number of virtual stages. First all of them are bounded by work
 and communication and by whole blocks, with the costs of the fewest micro-batches for all multiples; then each is
@@ -12,7 +12,9 @@ import math
 import time
 from dataclasses import replace
 
-from planner.analysis.pipeline.staged import QUICK, THOROUGH, stage
+from planner.analysis.pipeline.chain import links_of
+from planner.analysis.pipeline.staged import QUICK, THOROUGH, enumerated, stage, ways_of
+from planner.formulation.assignment import assignment_of
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.unsharding import PER_MICRO_BATCH
 from planner.search.candidates import (
@@ -39,6 +41,8 @@ DOUBT = 1.5
 """So many times longer a step is expected where samples are too few for the ranks; see :func:`doubt_of`."""
 GROWTH = 0.08
 """A step is expected to grow by this power of the micro-batches beyond those that it is bounded with."""
+FEW = 3000
+"""So many plans of a pipeline are looked at one by one."""
 BETTER = 500
 """Effort for cutting what gave the best plan once more."""
 SIMILAR = 4
@@ -54,7 +58,7 @@ def doubt_of(config: ParallelConfig, batch: int, span: int) -> float:
     return 1.0 if samples >= ranks or (last <= span and samples >= ranks // last) else DOUBT
 
 
-def evaluate_micro_batched(
+def evaluate_candidate(
     context: SearchContext, decision_graph: DecisionGraph, branch: Branch, best: Incumbent | None
 ) -> list[Branch]:
     """Evaluate a branch once more, all that it covers or its pipelines."""
@@ -131,10 +135,15 @@ def _by_pipeline(
             replace(each, pipeline=pipeline)
             for pipeline in context.pipelines(config, len(decision_graph.folded.instances))
         ]
-        if config.unsharding.once_per_step and PER_MICRO_BATCH in context.pins.unshardings and config.mesh.size > 1:
+        if (
+            config.micro_batched
+            and config.unsharding.once_per_step
+            and PER_MICRO_BATCH in context.pins.unshardings
+            and config.mesh.size > 1
+        ):
             least_s = max(bounds.free_s, each.candidate.bound_s) if math.isfinite(bounds.free_s) else 0.0
             gathering = replace(config, unsharding=PER_MICRO_BATCH)
-            again.append(begin(gathering, least_s, branch.pareto_frontier, each.doubt))
+            again.append(begin(gathering, least_s, each.doubt))
     return [*found, *begin_together(again)]
 
 
@@ -174,8 +183,8 @@ def _cut_closely(context: SearchContext, branch: Branch, best: Incumbent | None)
     """A pipeline cut, with more effort where it gives the best plan."""
     found = _cut(context, branch, best)
     known, before = better(best, found), time.monotonic()
-    if known is not best:
-        found = _with_pipeline(context, found, found.choices, known, BETTER)
+    if known is not None and known is not best:
+        found = _with_pipeline(context, found, known.choices, known, BETTER)
         context.took("solve", before)
     return found
 
@@ -185,15 +194,53 @@ def _proved(context: SearchContext, branch: Branch, best: Incumbent | None) -> B
     solved that.
     """
     branch = replace(_at_prices(context, branch, best, is_proof=True), is_priced=True)
-    return close(branch, best) if is_near(context, branch, best) else _cut(context, branch, best, THOROUGH)
+    if is_near(context, branch, best):
+        return close(branch, best)
+    found = _cut(context, branch, best, THOROUGH)
+    return found if found.candidate.status == "optimal" else _enumerated(context, branch.bounds, found, best)
+
+
+def _enumerated(
+    context: SearchContext, bounds: PipelineBounds | None, branch: Branch, best: Incumbent | None
+) -> Branch:
+    """A pipeline of a small model with all its plans looked at that may be faster than the best by more than the gap:
+    what is proved under prices may leave one.
+    """
+    assert branch.pipeline is not None and bounds is not None
+    best, before = better(best, branch), time.monotonic()
+    enough_s = _enough_s(context, best)
+    known = bounds.below(enough_s, FEW)
+    if known is None or not all(
+        len(known) * ways_of(context.links(branch.space, choices), branch.pipeline) <= FEW for _, choices in known[:1]
+    ):
+        return branch
+    bound_s = enough_s
+    for least_s, choices in known:
+        if context.is_late():
+            bound_s = min(bound_s, least_s)
+            break
+        if least_s < _enough_s(context, best):
+            links = links_of(assignment_of(branch.space, choices), context.levels, context.pins.schedule)
+            found = enumerated(links, branch.pipeline, context.limit_bytes, _enough_s(context, best))
+            if found is not None:
+                best = Incumbent(branch.space, choices, found)
+                branch = replace(branch, candidate=branch.candidate.costing(found.evaluation), best=best)
+    context.took("solve", before)
+    bound_s = min(bound_s, _enough_s(context, best))
+    candidate = replace(branch.candidate, bound_s=max(branch.candidate.bound_s, bound_s), proof="search")
+    return close(replace(branch, candidate=candidate), best)
+
+
+def _enough_s(context: SearchContext, best: Incumbent | None) -> float:
+    """What takes longer is not looked for."""
+    return math.inf if best is None else min(target_s(best), best.evaluation.time_s * (1 - context.gap))
 
 
 def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None, is_proof: bool) -> Branch:
     assert branch.pipeline is not None and branch.bounds is not None
     before = time.monotonic()
     paths = context.paths.setdefault(branch.pipeline, Paths(branch.pipeline))
-    enough_s = math.inf if best is None else min(target_s(best), best.evaluation.time_s * (1 - context.gap))
-    found = branch.bounds.of(paths, enough_s, is_proof)
+    found = branch.bounds.of(paths, _enough_s(context, best), is_proof)
     context.took("solve", before)
     bound_s = max(branch.candidate.bound_s, found.time_s)
     status = "infeasible" if math.isinf(bound_s) else "none found" if branch.is_sought else "not tried"
@@ -209,7 +256,7 @@ def _cut(context: SearchContext, branch: Branch, best: Incumbent | None, effort:
         best = better(best, branch)
     if best is None:  # nothing fits so far
         space = branch.space.holding(branch.candidate.config.in_flight)
-        light = lightest(space.problem(context.limit_bytes, branch.pareto_frontier.steps[-1]))
+        light = lightest(space.problem(context.limit_bytes, context.levels.ends(space.folded)[1]))
         branch = _with_pipeline(context, branch, light, best, effort)
         best = better(best, branch)
     context.took("solve", before)
@@ -221,8 +268,7 @@ def _typical(context: SearchContext, branch: Branch) -> tuple[tuple[int, ...], .
     """What solves the problem of a typical rank, with a price on what all micro-batches in flight hold."""
     if branch.space not in context.typical:
         space = branch.space.holding(branch.candidate.config.in_flight)
-        ends = (branch.pareto_frontier.steps[0], branch.pareto_frontier.steps[-1])
-        first, last = (space.problem(context.limit_bytes, end) for end in ends)
+        first, last = (space.problem(context.limit_bytes, end) for end in context.levels.ends(space.folded))
         context.typical[branch.space] = lower_bound_between(first, last).choices
     return context.typical[branch.space]
 
@@ -240,4 +286,4 @@ def _with_pipeline(
     if found is None:
         return branch
     candidate = replace(branch.candidate.costing(found.evaluation), status="feasible")
-    return replace(branch, candidate=candidate, choices=choices, evaluation=found.evaluation, staged=found)
+    return replace(branch, candidate=candidate, best=Incumbent(branch.space, choices, found))

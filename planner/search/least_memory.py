@@ -1,0 +1,112 @@
+"""The fastest plan that fits, or where a search met none, the plans that need least memory: one of these may.
+
+A search looks for the fastest; where memory is so short that it met nothing that fits, what needs least is looked for
+itself, and tells what is lacking if it does not fit either.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+from planner.analysis.memory import usage
+from planner.analysis.offload.step_timing import WorkingSet, largest_working_set
+from planner.analysis.pipeline.staged import THOROUGH, stage, waiting
+from planner.formulation.assignment import assignment_of
+from planner.formulation.decisions import DecisionGraph
+from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound, completed
+from planner.search.candidates import Branch, Candidate, Incumbent
+from planner.search.infeasibility import LeastMemory, check_micro_batches, free_s, nothing_fits
+from planner.search.parallel_config import ParallelConfig
+from planner.search.pipeline_refinement import refined
+from planner.search.search_context import SearchContext
+from planner.solve.choices import almost_lightest, corners
+
+LONGEST_S = 10.0
+"""How long plans that need little are sought when nothing fits; the least found is told."""
+SLACKS = (1.02, 1.05, 1.15)
+"""What counts at most so many times the least sum of bytes is almost as light."""
+
+
+def fastest(
+    context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, known: Incumbent | None = None
+) -> Searched:
+    """The fastest plan that fits; ``known`` if none is faster.
+
+    Raises:
+        PinError: there are no plans at all, whatever they need.
+        InfeasibleError: none fits.
+    """
+    found = branch_and_bound(context, decision_graph, configs, known)
+    return found.followed() if isinstance(found, Searched) else _of_little_memory(context, decision_graph, found)
+
+
+def _of_little_memory(context: SearchContext, decision_graph: DecisionGraph, nothing: NothingFits) -> Searched:
+    """Of the plans that need little memory the fastest that fits."""
+    begun = _begun(nothing.folded)
+    check_micro_batches(begun)
+    least = least_memory_plans(context, begun)
+    fitting = [plan.best for plan in least if plan.bytes <= context.usable_bytes]
+    if not fitting:
+        raise nothing_fits(context, decision_graph.graph, nothing.branches, least)
+    best = refined(context, min(fitting, key=lambda each: each.evaluation.time_s), 0.0)
+    bounds = {each.config: each.bound_s for each in nothing.rows}
+    bounds |= {branch.candidate.config: free_s(branch) for branch in begun}
+    row = Candidate(best.config, "feasible", math.inf, bounds[best.config], 0)
+    others = (each for each in nothing.rows if each.config != best.config)
+    return completed(context, best, [row.costing(best.evaluation), *others], bounds.values()).followed()
+
+
+def _begun(branches: list[Branch]) -> list[Branch]:
+    """A branch of each configuration that was begun, in the order of what they need at least."""
+    found: dict[ParallelConfig, Branch] = {}
+    for branch in sorted(branches, key=lambda branch: branch.candidate.peak_bytes):
+        if branch.formulated is not None:
+            found.setdefault(branch.candidate.config, branch)
+    return list(found.values())
+
+
+def least_memory_plans(context: SearchContext, branches: list[Branch]) -> list[LeastMemory]:
+    """Plans that need little memory, of branches of different configurations, as far as there is time; those that
+    cannot need as little as one found, nor fit, are left out.
+    """
+    until = min(context.deadline, time.monotonic() + LONGEST_S)
+    found: list[LeastMemory] = []
+    for branch in branches:
+        if found and time.monotonic() > until:
+            break
+        worth = max(min((plan.bytes for plan in found), default=2**63), context.usable_bytes)
+        if branch.candidate.peak_bytes <= worth:
+            found += _plans_of(context, branch)
+    return found
+
+
+def _plans_of(context: SearchContext, branch: Branch) -> Iterator[LeastMemory]:
+    """Of one configuration: with the least sum of bytes, and nearly so, since what such choices save they may lose in
+    reshardings; saving what fits, or else as little as can be.
+    """
+    config, limit_bytes = branch.candidate.config, context.limit_bytes
+    space = branch.space.holding(config.in_flight)
+    problem = space.problem(None, context.levels.ends(space.folded)[1])
+    for choices in dict.fromkeys((*almost_lightest(problem, SLACKS, math.inf), *corners(problem))):
+        links = context.links(branch.space, choices)
+        wanted = context.pipelines(config, len(links))
+        staged = stage(links, wanted, limit_bytes, effort=THOROUGH)
+        if staged is None:
+            staged = stage([link.least_memory for link in links], wanted, None)
+            staged = waiting(staged) if staged is not None and config.micro_batched else staged
+        if staged is not None:
+            yield _needing(context, Incumbent(branch.space, choices, staged))
+
+
+def _needing(context: SearchContext, best: Incumbent) -> LeastMemory:
+    """A plan with what a device must hold of it."""
+    space, staged = best.space, best.staged
+    if context.training.tier == "device":
+        return LeastMemory(best, WorkingSet("a step", 0, staged.peak_bytes))
+    decided = assignment_of(space, best.choices, staged.recompute(space.folded))
+    is_alone = not best.config.micro_batched
+    return LeastMemory(
+        best, largest_working_set(decided, usage(decided) if is_alone else None, None if is_alone else staged)
+    )
