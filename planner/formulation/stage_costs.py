@@ -67,6 +67,7 @@ class StageCosts:
         own = levels.of(self.body)
         self.levels: tuple[Level, ...] = levels.computed(self.body) if space.unsharding.once_per_step else own
         self.count = len(kinds[self.body])
+        self._first = tuple(levels.of(kind)[0] for kind in range(len(kinds)))
         self._least = tuple(levels.computed(kind)[-1] for kind in range(len(kinds)))
         self._saved_before: dict[Ref, bool] = {}
         last = len(self.folded.instances) - 1
@@ -101,10 +102,13 @@ class StageCosts:
 
     @cached_property
     def least_amounts(self) -> tuple[Recompute, ...]:
-        """Nothing, and every block saving as little as it may."""
+        """Every block recomputing as little as it may, and every block saving as little as it may."""
         sizes = [len(each) for each in self.folded.kinds]
-        most = Recompute(tuple(Amount.of({each: size}) for each, size in zip(self._least, sizes, strict=True)))
-        return NOTHING, most
+        first, most = (
+            Recompute(tuple(Amount.of({each: size}) for each, size in zip(levels, sizes, strict=True)))
+            for levels in (self._first, self._least)
+        )
+        return first, most
 
     @cached_property
     def index(self) -> dict[Variable, int]:
@@ -232,6 +236,7 @@ class StageCosts:
             again = np.array([float(space.decision_graph.runs_again(variable, each)) for each in self.amounts])
             saved = np.array([self._saved(variable, node, each) for each in self.amounts], float)
         else:
+            again[:] = float(space.decision_graph.runs_again(variable, self.least_amounts[0]))
             held = np.min([self._saved(variable, node, each) for each in self.least_amounts], axis=0)
             saved = np.tile(held.astype(float), (count, 1))
         return Costs(place, parts, again, saved, wall, transient=transient.astype(np.float64))
@@ -286,13 +291,14 @@ class StageCosts:
     def _pairs(self) -> dict[tuple[int, int], list[Costs]]:
         space, found = self.space, dict[tuple[int, int], list[Costs]]()
         again_of = [space.decision_graph.flows_again(amount) for amount in self.amounts]
+        again_at_least = space.decision_graph.flows_again(self.least_amounts[0])
         as_made = [space.decision_graph.as_made(amount) for amount in self.amounts]
         known: dict[object, Costs] = {}
         for flow, count in space.decision_graph.flows.items():
             tail, head, ref, _ = flow
             pair, is_param = space.edge_costs.of(flow), space.graph.by_name[ref.node].op == "param"
             place = self._place_of(tail, head)
-            again = np.array([each.get(flow, 0) if place == BODY else 0 for each in again_of], float)
+            again = np.array([(each if place == BODY else again_at_least).get(flow, 0) for each in again_of], float)
             kept = count * (1.0 - again / count) if is_param and not space.unsharding.once_per_step else np.zeros(0)
             adds_up = is_param and space.unsharding.once_per_step and space.mesh.micro_batches > 1
             late, factor = None, float(count)

@@ -41,7 +41,7 @@ DOUBT = 1.5
 """So many times longer a step is expected where samples are too few for the ranks; see :func:`doubt_of`."""
 GROWTH = 0.08
 """A step is expected to grow by this power of the micro-batches beyond those that it is bounded with."""
-FEW = 3000
+FEW = 500
 """So many plans of a pipeline are looked at one by one."""
 BETTER = 500
 """Effort for cutting what gave the best plan once more."""

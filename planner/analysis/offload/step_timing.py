@@ -23,7 +23,7 @@ from planner.analysis.memory import Usage, usage
 from planner.analysis.offload.chunks import SAVED, Chunk, gradients, home_bytes, moving_bytes, parameters
 from planner.analysis.offload.step_trace import UPDATE_THERE, RankStep, without
 from planner.analysis.pipeline.staged import Staged
-from planner.analysis.prediction import Prediction, predict
+from planner.analysis.prediction import Prediction
 from planner.base.errors import InfeasibleError
 from planner.base.formatting import in_all_bytes
 from planner.formulation.assignment import Assignment
@@ -325,9 +325,3 @@ def _micro_batched(prediction: Prediction, staged: Staged, ways: Sequence[_Way])
     busy_s = math.fsum(seconds for use, seconds in time_s.items() if use != "bubble")
     time_s = {**time_s, "bubble": max(0.0, step_s - busy_s)}
     return replace(prediction, step_time_s=step_s, time_s=time_s, micro_batch_times=times)
-
-
-def offloaded_s(assignment: Assignment, memory: Usage) -> float:
-    """Seconds of the step of :func:`offloaded`, without micro-batches."""
-    _, predicted = offloaded(assignment, memory, predict(assignment, 0.0, memory))
-    return predicted.step_time_s

@@ -37,7 +37,7 @@ from planner.solve.problem import Problem, evaluate, most_bytes
 from tests.planner.plans import Build, filtered, named, whole
 from tests.planner.search.test_search import chain
 
-CASES = 200
+CASES = 100
 RECOMPUTING = 60
 CHUNK = 20
 FREE = Pins()
