@@ -210,9 +210,7 @@ def _enumerated(
     best, before = better(best, branch), time.monotonic()
     enough_s = _enough_s(context, best)
     known = bounds.below(enough_s, FEW)
-    if known is None or not all(
-        len(known) * ways_of(context.links(branch.space, choices), branch.pipeline) <= FEW for _, choices in known[:1]
-    ):
+    if known is None or (known and len(known) * _ways_of(context, branch, known[0][1]) > FEW):
         return branch
     bound_s = enough_s
     for least_s, choices in known:
@@ -229,6 +227,11 @@ def _enumerated(
     bound_s = min(bound_s, _enough_s(context, best))
     candidate = replace(branch.candidate, bound_s=max(branch.candidate.bound_s, bound_s), proof="search")
     return close(replace(branch, candidate=candidate), best)
+
+
+def _ways_of(context: SearchContext, branch: Branch, choices: tuple[int, ...]) -> int:
+    assert branch.pipeline is not None
+    return ways_of(context.links(branch.space, choices), branch.pipeline)
 
 
 def _enough_s(context: SearchContext, best: Incumbent | None) -> float:

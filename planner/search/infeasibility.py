@@ -24,7 +24,7 @@ from planner.solve.problem import Edge
 
 
 @dataclass(frozen=True)
-class LeastMemory:
+class MinMemoryPlan:
     """A plan that needs little memory, and what a device must hold for it at the least."""
 
     best: Incumbent
@@ -128,7 +128,7 @@ def _first_to_forbid(space: Space) -> Node | None:
 
 
 def nothing_fits(
-    context: SearchContext, graph: Graph, branches: list[Branch], minimal: list[LeastMemory]
+    context: SearchContext, graph: Graph, branches: list[Branch], minimal: list[MinMemoryPlan]
 ) -> InfeasibleError:
     """The error that says by how much the minimum-memory plan exceeds what a device can use, and what would fit."""
     cluster = context.cost.cluster
@@ -157,7 +157,7 @@ def nothing_fits(
     )
 
 
-def _nothing_works(context: SearchContext, least: LeastMemory, needed: int, is_open: bool) -> InfeasibleError:
+def _nothing_works(context: SearchContext, least: MinMemoryPlan, needed: int, is_open: bool) -> InfeasibleError:
     """The same of plans with model data on the host: what a device must hold is the largest working set."""
     cluster, working = context.cost.cluster, least.needed
     limit = context.usable_bytes

@@ -19,7 +19,7 @@ from planner.search.axis_names import named
 from planner.search.block_splitting import finer
 from planner.search.branch_and_bound import ParallelConfigs, Searched, branch_and_bound, standing
 from planner.search.candidates import Incumbent
-from planner.search.least_memory import fastest
+from planner.search.fastest_plan import fastest
 from planner.search.left_out import is_whole, why_no_micro_batches
 from planner.search.offload_search import search_offload
 from planner.search.parallel_config import ParallelConfig, dividing, micro_batched, stages_wanted, without_micro_batches

@@ -20,7 +20,7 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import OUT_OF_ORDER
 from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound
-from planner.search.least_memory import fastest
+from planner.search.fastest_plan import fastest
 from planner.search.search_context import SearchContext
 
 SHARES = (0.9, 0.75, 0.5, 0.25, 0.1)

@@ -17,7 +17,7 @@ from planner.ir.folding import fold
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh
 from planner.search.branch_and_bound import ParallelConfigs, Searched
-from planner.search.least_memory import fastest
+from planner.search.fastest_plan import fastest
 from planner.search.parallel_config import ParallelConfig
 from planner.search.remat_selection import with_levels_between
 from planner.search.search_context import Progress, SearchContext

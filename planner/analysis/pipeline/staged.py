@@ -363,15 +363,15 @@ def in_one_piece(assignment: Assignment) -> Staged:
     return price(links, pipeline, evaluate(pipeline, chain_of(links), (0, len(links)), ways))
 
 
-def saving_more(staged: Staged, limit_bytes: int, looks: int) -> Staged:
+def saving_more(staged: Staged, limit_bytes: int, simulations: int) -> Staged:
     """The same stages with one block after the other saving more, as long as that fits and is faster: what backwards
     have beside what is saved is another figure for each level.
 
     Args:
-        looks: so often at most memory is simulated.
+        simulations: of memory, at most.
     """
     links, tried = staged.links, set[tuple[int, ...]]()
-    while looks > 0:
+    while simulations > 0:
         cut, ends = staged.cut, (*zip(links, staged.cut.savings, strict=True), None)
         last = [at for at, (one, other) in enumerate(pairwise(ends)) if one != other]  # of each run of equal blocks
         moves = {(*cut.savings[:at], way, *cut.savings[at + 1 :]) for at in last for way in range(cut.savings[at])}
@@ -382,8 +382,8 @@ def saving_more(staged: Staged, limit_bytes: int, looks: int) -> Staged:
             if _is_in_order(links, savings)
         )
         every = sorted((price(links, pipeline, each, staged.prefetch) for each in cuts), key=lambda each: each.step_s)
-        faster = [each for each in every if each.step_s < staged.step_s][:looks]
-        tried, looks = tried | moves, looks - len(faster)
+        faster = [each for each in every if each.step_s < staged.step_s][:simulations]
+        tried, simulations = tried | moves, simulations - len(faster)
         found = next((each for each in faster if each.peak_bytes <= limit_bytes), None)
         if found is None:
             break

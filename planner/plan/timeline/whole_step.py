@@ -21,7 +21,7 @@ class BlockSeconds:
     """What one instance of a block takes.
 
     Attributes:
-        number: in execution order; a negative one stands for what is done before the first block, and undone after it.
+        number: in execution order; a negative one is what runs before the first block, and its backward.
         name: ``transformer.h.*, 2 of 12``.
         forward, backward: seconds by kind of event, in the order of time.
     """

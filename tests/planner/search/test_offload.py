@@ -39,7 +39,7 @@ from planner.ir.graph import Graph, Ref
 from planner.ir.layout import I
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, Search, describe, reprice
-from planner.search import least_memory, offload_search
+from planner.search import fastest_plan, offload_search
 from planner.search.branch_and_bound import Searched, branch_and_bound
 from planner.search.search import search
 from planner.solve.transfers import ItemUse, fewest_bytes, simulate
@@ -471,7 +471,7 @@ def test_no_limit_is_searched_twice_where_plans_need_more_than_the_search_counts
         found.append(branch_and_bound(*args))
         return found[-1]
 
-    for room in (least_memory, offload_search):
+    for room in (fastest_plan, offload_search):
         monkeypatch.setattr(room, "branch_and_bound", counted)
     graph, spec = residual_mlp(layers=2, width=256, batch=8), cluster()
     still = offload(graph, spec, activations="none").assignment

@@ -1,4 +1,4 @@
-"""The fastest plan that fits, or where a search met none, the plans that need least memory: one of these may.
+"""The fastest plan that fits, or where a search met none, the minimum-memory plans: one of these may.
 
 A search looks for the fastest; where memory is so short that it met nothing that fits, what needs least is looked for
 itself, and tells what is lacking if it does not fit either.
@@ -17,7 +17,7 @@ from planner.formulation.assignment import assignment_of
 from planner.formulation.decisions import DecisionGraph
 from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound, completed
 from planner.search.candidates import Branch, Candidate, Incumbent
-from planner.search.infeasibility import LeastMemory, check_micro_batches, free_s, nothing_fits
+from planner.search.infeasibility import MinMemoryPlan, check_micro_batches, free_s, nothing_fits
 from planner.search.parallel_config import ParallelConfig
 from planner.search.pipeline_refinement import refined
 from planner.search.search_context import SearchContext
@@ -39,14 +39,14 @@ def fastest(
         InfeasibleError: none fits.
     """
     found = branch_and_bound(context, decision_graph, configs, known)
-    return found.followed() if isinstance(found, Searched) else _of_little_memory(context, decision_graph, found)
+    return found.followed() if isinstance(found, Searched) else _of_minimum_memory(context, decision_graph, found)
 
 
-def _of_little_memory(context: SearchContext, decision_graph: DecisionGraph, nothing: NothingFits) -> Searched:
-    """Of the plans that need little memory the fastest that fits."""
+def _of_minimum_memory(context: SearchContext, decision_graph: DecisionGraph, nothing: NothingFits) -> Searched:
+    """Of the minimum-memory plans the fastest that fits."""
     begun = _begun(nothing.folded)
     check_micro_batches(begun)
-    least = least_memory_plans(context, begun)
+    least = min_memory_plans(context, begun)
     fitting = [plan.best for plan in least if plan.bytes <= context.usable_bytes]
     if not fitting:
         raise nothing_fits(context, decision_graph.graph, nothing.branches, least)
@@ -67,12 +67,12 @@ def _begun(branches: list[Branch]) -> list[Branch]:
     return list(found.values())
 
 
-def least_memory_plans(context: SearchContext, branches: list[Branch]) -> list[LeastMemory]:
+def min_memory_plans(context: SearchContext, branches: list[Branch]) -> list[MinMemoryPlan]:
     """Plans that need little memory, of branches of different configurations, as far as there is time; those that
     cannot need as little as one found, nor fit, are left out.
     """
     until = min(context.deadline, time.monotonic() + LONGEST_S)
-    found: list[LeastMemory] = []
+    found: list[MinMemoryPlan] = []
     for branch in branches:
         if found and time.monotonic() > until:
             break
@@ -82,7 +82,7 @@ def least_memory_plans(context: SearchContext, branches: list[Branch]) -> list[L
     return found
 
 
-def _plans_of(context: SearchContext, branch: Branch) -> Iterator[LeastMemory]:
+def _plans_of(context: SearchContext, branch: Branch) -> Iterator[MinMemoryPlan]:
     """Of one configuration: with the least sum of bytes, and nearly so, since what such choices save they may lose in
     reshardings; saving what fits, or else as little as can be.
     """
@@ -100,13 +100,12 @@ def _plans_of(context: SearchContext, branch: Branch) -> Iterator[LeastMemory]:
             yield _needing(context, Incumbent(branch.space, choices, staged))
 
 
-def _needing(context: SearchContext, best: Incumbent) -> LeastMemory:
+def _needing(context: SearchContext, best: Incumbent) -> MinMemoryPlan:
     """A plan with what a device must hold of it."""
     space, staged = best.space, best.staged
     if context.training.tier == "device":
-        return LeastMemory(best, WorkingSet("a step", 0, staged.peak_bytes))
+        return MinMemoryPlan(best, WorkingSet("a step", 0, staged.peak_bytes))
     decided = assignment_of(space, best.choices, staged.recompute(space.folded))
-    is_alone = not best.config.micro_batched
-    return LeastMemory(
-        best, largest_working_set(decided, usage(decided) if is_alone else None, None if is_alone else staged)
-    )
+    if best.config.micro_batched:
+        return MinMemoryPlan(best, largest_working_set(decided, None, staged))
+    return MinMemoryPlan(best, largest_working_set(decided, usage(decided)))

@@ -1,4 +1,4 @@
-"""Plans of least memory: budgets near what these need."""
+"""Minimum-memory plans: budgets near what these need."""
 
 from __future__ import annotations
 
