@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from planner.base.errors import ClusterError
 from planner.cost.cluster import ClusterSpec, Level
-from planner.cost.gemm import attention_s, product_at_least_s, product_s
+from planner.cost.gemm import attention_s, float8_product_s, product_at_least_s, product_s
 from planner.cost.kernels import Attention, Kernel, Product, Stream
 from planner.ir.graph import ITEM_BYTES
 from planner.ir.layout import Axis
@@ -196,6 +196,15 @@ class CostModel:
             work_s = kernel.flops / (device.peak(dtype) * device.attention[kernel.is_backward])
         return max(work_s, bytes_moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency))
 
+    def fused_s(self, bytes_moved: float, dtype: str, kernels: int) -> float:
+        """Seconds of an operator's share of fused kernels: what it moves of their bytes, and those that begin with it.
+
+        A calibration knows such a kernel as an elementwise one.
+        """
+        if not bytes_moved and not kernels:
+            return 0.0
+        return self.compute_s(0.0, bytes_moved, dtype, kernels, Stream("multiply"))
+
     def _measured_s(self, kernel: Kernel, bytes_moved: float, dtype: str, launches: int) -> float | None:
         """Seconds by the calibration, which holds one start in every figure; ``None`` where it says nothing."""
         measured = self.cluster.calibration
@@ -217,7 +226,9 @@ class CostModel:
         if key not in self._kernels:
             device = self.cluster.device
             if isinstance(kernel, Product):
-                self._kernels[key] = product_s(device, kernel, dtype, ITEM_BYTES.get(dtype, 4))
+                in_float8 = self.cluster.software.float8 and kernel.batch == 1 and ITEM_BYTES.get(dtype) == 2
+                seconds = float8_product_s if in_float8 else product_s
+                self._kernels[key] = seconds(device, kernel, dtype, ITEM_BYTES.get(dtype, 4))
             else:
                 self._kernels[key] = attention_s(device, kernel, dtype)
         return self._kernels[key]

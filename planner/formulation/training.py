@@ -30,6 +30,7 @@ class Training:
         unsharding: when parameters are gathered, and their gradients reduced.
         discards: names of the outputs that a step does not keep, see :mod:`planner.formulation.discarded_outputs`;
             ``None``: in a step of several micro-batches all that may be, in another none.
+        compile: whether blocks are compiled, and so priced as :mod:`planner.ops.fusion` fuses them.
     """
 
     optimizer_bytes_per_element: int = 8
@@ -38,6 +39,7 @@ class Training:
     activations: Activations = 0
     unsharding: Unsharding = PER_STEP
     discards: tuple[str, ...] | None = None
+    compile: bool = False
 
     @property
     def on_disk(self) -> bool:

@@ -42,7 +42,6 @@ from planner.search.candidates import (
     is_near,
     is_reached,
 )
-from planner.search.infeasibility import check_divisible
 from planner.search.parallel_config import Arithmetic, ParallelConfig, batch_of, seeds
 from planner.search.pipeline_refinement import refined
 from planner.search.search_context import SearchContext
@@ -270,7 +269,6 @@ def _best_first(
             if best is not None and best is not known:
                 context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
             (closed if each.is_done else waiting).append(each)
-    check_divisible(context, decision_graph.graph, closed)
     order = {(each.stages, each.mesh): number for number, each in enumerate(configs)}
 
     def place(branch: Branch) -> tuple[int, bool, int]:
