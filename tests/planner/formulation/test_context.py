@@ -282,7 +282,7 @@ def test_what_goes_around_is_hidden_where_links_and_cores_are_apart() -> None:
 
 @pytest.mark.parametrize("kind, given, message", [
     ("zigzag", {"is_causal": False}, "'zigzag', but attention 'attn' is not causal.*: pin 'ring' or 'gather'"),
-    ("zigzag_gather", {"biased": True}, "'zigzag_gather', but attention 'attn' is not causal"),
+    ("zigzag_gather", {"biased": True}, "but attention 'attn' has a mask as a tensor, .* of position_ids"),
     ("zigzag", {"length": 60}, "has 60 queries, of which 4 ranks .* pad the sequence to 64, or pin 'ring' or 'gather'"),
     ("ring", {"keys": 62, "is_causal": False}, "has 62 keys, which 4 ranks .*: pad .* to 64, or pin 'gather'"),
     ("hybrid", {"heads": 3, "kv": 3}, "'hybrid', but of the 4 ranks of pin 'context' no part .* the 3 heads of attent"),
