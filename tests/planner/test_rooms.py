@@ -26,6 +26,7 @@ ROOMS = {
         "search",
         "interchange",
         "plan",
+        "fleet",
     ],
     "autopar": [
         "graph",
