@@ -275,7 +275,7 @@ class LocalCosts:
     def traffic(self, node: Node) -> MemoryTraffic:
         """What an operator passes over in memory."""
         cluster = self.cost.cluster
-        compiled = self.training.compile or cluster.software.compile
+        compiled = self.training.compiles(cluster)
         return self.decision_graph.blocks.traffic(node, on_cpu=cluster.on_cpu, compiled=compiled)
 
     def _seconds_of(self, node: Node, choices: Choices, held: Ints) -> Floats:

@@ -242,7 +242,7 @@ def _best_first(
     best: Incumbent | None,
 ) -> tuple[Incumbent | None, list[Branch]]:
     """Best first over the configurations, starting from the best plan known; what became of each, in their order."""
-    arithmetic, schedule = Arithmetic(decision_graph, context.cost), context.pins.schedule
+    arithmetic, schedule = Arithmetic(decision_graph, context.cost, context.training), context.pins.schedule
     batch, span = batch_of(decision_graph.graph), context.cost.cluster.spans[0]
     waiting = begin_together(
         begin(config, arithmetic.bound_s(config, schedule), doubt_of(config, batch, span)) for config in configs

@@ -27,6 +27,7 @@ ROOMS = {
         "interchange",
         "launch",
         "plan",
+        "fleet",
     ],
     "autopar": [
         "graph",
