@@ -56,7 +56,6 @@ def test_what_was_asked_for_is_said_before_how_it_was_found() -> None:
 
 
 def test_compiled_blocks_are_said() -> None:
-    """They change nothing that is decided."""
     eager, compiled = (plan_of(residual_mlp(2), cluster(2), {"data": 2, **more}) for more in ({}, {"compile": True}))
     assert "compile what each distinct block computes" in str(compiled) and "compile" not in str(eager)
     assert compiled.blocks == eager.blocks and Plan.from_dict(compiled.to_dict()).pins.compile
