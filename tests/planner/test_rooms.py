@@ -36,6 +36,7 @@ ROOMS = {
         "runtime",
         "checkpoint",
         "emit",
+        "arrays",
         "driver",
         "verification",
         "measure",
