@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autopar.driver.lint import lint
     from autopar.driver.parallelize import parallelize
     from autopar.driver.plan import evaluate, plan
+    from autopar.driver.replan import replan
     from autopar.functions.register import register
     from autopar.operators.delink import delink
     from autopar.operators.experts import experts
@@ -66,6 +67,7 @@ _LAZY = {
     "plan_inputs": "autopar.driver.further",
     "predict_cache": "planner.tables.cached_rows",
     "register": "autopar.functions.register",
+    "replan": "autopar.driver.replan",
     "save_checkpoint": "autopar.checkpoint.save",
     "verify": "autopar.verification.verify",
 }
@@ -97,6 +99,7 @@ __all__ = [
     "plan_inputs",
     "predict_cache",
     "register",
+    "replan",
     "save_checkpoint",
     "verify",
 ]
