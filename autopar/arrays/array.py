@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from autopar.arrays.members import check_alike
-from autopar.arrays.model_array import RUNNING, ModelArray
+from autopar.arrays.model_array import ModelArray
 from autopar.capture.capture import LossFn, accepted_names
 from planner.base.errors import InputError
+from planner.formulation.constraints.labels import RUNNING_MODELS
 
 
 def array(
@@ -54,8 +55,8 @@ def array(
             f"own_inputs: {type(members[0]).__name__}.forward has no input {min(unknown)!r}; it has "
             f"{', '.join(sorted(accepted_names(members[0])))}"
         )
-    if any(name == RUNNING for name, _ in members[0].named_children()) or hasattr(members[0], RUNNING):
-        raise InputError(f"{type(members[0]).__name__} has an attribute {RUNNING!r}, which an array keeps: rename it")
+    if hasattr(members[0], RUNNING_MODELS):
+        raise InputError(f"{type(members[0]).__name__} has a {RUNNING_MODELS!r}, and so has an array: rename it")
     return ModelArray(members, varied, loss_fn, own)
 
 

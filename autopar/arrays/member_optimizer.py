@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +15,28 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.optim.optimizer import CHOSEN, check_elementwise
 from autopar.runtime.spmd.mesh import rows_of
 from planner.base.errors import InputError
+from planner.formulation.constraints.labels import RUNNING_MODELS
 
 
-class _MemberRows(NamedTuple):
+class _MemberRows:
     """A stacked parameter, and a parameter of its own for each member of which this rank holds something."""
 
-    stacked: Tensor
-    of: Mapping[int, nn.Parameter]
+    def __init__(self, stacked: Tensor, members: Sequence[int]):
+        self.stacked = stacked
+        values = _local(stacked)
+        self.of = {member: nn.Parameter(row) for member, row in zip(members, values.unbind(), strict=True)}
+        self._address = values.data_ptr()
 
     def follow(self, running: Sequence[bool]) -> None:
         """Let rows lie where the stacked parameter does, and have its gradients; of members that are stopped, none."""
         values, gradient = _local(self.stacked), self.stacked.grad
-        gradients = None if gradient is None else _local(gradient)
-        for place, (member, row) in enumerate(self.of.items()):
-            value = values[place]
-            if value.data_ptr() != row.data_ptr():
+        if values.data_ptr() != self._address:
+            self._address = values.data_ptr()
+            for row, value in zip(self.of.values(), values.unbind(), strict=True):
                 row.data = value
-            row.grad = gradients[place] if gradients is not None and running[member] else None
+        gradients = [None] * len(self.of) if gradient is None else _local(gradient).unbind()
+        for (member, row), own in zip(self.of.items(), gradients, strict=True):
+            row.grad = own if running[member] else None
 
 
 def member_optimizer(
@@ -40,14 +45,9 @@ def member_optimizer(
     members: int,
     vary: Mapping[str, Sequence[Any]],
     options: Mapping[str, Any],
-    running: str,
     parallel: ParallelModule | None,
 ) -> torch.optim.Optimizer:
-    """See :meth:`autopar.arrays.model_array.ModelArray.optimizer`.
-
-    Args:
-        running: the name of the array's buffer that says which members are trained.
-    """
+    """See :meth:`autopar.arrays.model_array.ModelArray.optimizer`."""
     if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)):
         raise InputError(f"an array's optimizer is made of a class, such as torch.optim.AdamW, not of {make!r}")
     _check_options(make, vary)
@@ -56,7 +56,7 @@ def member_optimizer(
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if parallel is not None:
         _check_parallel(make, parallel, own)
-    rows = [_MemberRows(each, _rows(each, _members(parallel, name, members))) for name, each in trained.items()]
+    rows = [_MemberRows(each, _members(parallel, name, members)) for name, each in trained.items()]
     of_members = [[each.of[member] for each in rows if member in each.of] for member in range(members)]
     groups = [{**own[member], "params": held} for member, held in enumerate(of_members) if held]
     takes_fused = "fused" in inspect.signature(make).parameters and not CHOSEN & options.keys()
@@ -70,7 +70,7 @@ def member_optimizer(
     made = kind(groups, **{"fused": True} if takes_fused else {})
 
     def follow(*_: Any) -> None:
-        runs = array.get_buffer(running).tolist()
+        runs = array.get_buffer(RUNNING_MODELS).tolist()
         for each in rows:
             each.follow(runs)
 
@@ -78,11 +78,11 @@ def member_optimizer(
     return made
 
 
-def set_running(parallel: ParallelModule, name: str, running: Tensor) -> None:
+def set_running(parallel: ParallelModule, running: Tensor) -> None:
     """Tell a parallel module's part of the buffer which members are trained."""
-    leaf = parallel.stored.get(name)
+    leaf = parallel.stored.get(RUNNING_MODELS)
     if leaf is not None:
-        parallel.get_buffer(name).copy_(running[[*_members(parallel, name, len(running))]])
+        parallel.get_buffer(RUNNING_MODELS).copy_(running[[*_members(parallel, RUNNING_MODELS, len(running))]])
 
 
 def _check_options(make: type[torch.optim.Optimizer], vary: Mapping[str, Any]) -> None:
@@ -123,11 +123,6 @@ def _members(parallel: ParallelModule | None, name: str, members: int) -> Sequen
     leaf = parallel.stored[name]
     first, *_ = rows_of(leaf.shape, leaf.layout, parallel.mesh, parallel.rank)
     return torch.arange(members)[first].tolist()
-
-
-def _rows(stacked: Tensor, members: Sequence[int]) -> dict[int, nn.Parameter]:
-    local = _local(stacked).detach()
-    return {member: nn.Parameter(local[place]) for place, member in enumerate(members)}
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -18,9 +18,7 @@ from autopar.arrays.stacked_program import StackedProgram, stacked_program
 from autopar.capture.capture import ONLY, Captured, LossFn, capture
 from autopar.runtime.module import ParallelModule
 from planner.base.errors import InputError, PlanWarning
-
-RUNNING = "running_members"
-"""The buffer that says which members are still trained."""
+from planner.formulation.constraints.labels import RUNNING_MODELS
 
 
 class ArrayOutput(NamedTuple):
@@ -64,7 +62,7 @@ class ModelArray(nn.Module):
         self._held_once = stack(members, self)
         device = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), None)
         running = torch.ones(self.size, dtype=torch.bool, device=device)
-        self.register_buffer(RUNNING, running, persistent=False)
+        self.register_buffer(RUNNING_MODELS, running, persistent=False)
         self._member = (
             with_tensors(members[0], lambda name, like: like.detach().to("meta")),
         )  # in a tuple: it is no part of this module
@@ -85,11 +83,11 @@ class ModelArray(nn.Module):
         leaves = [given[leaf] if isinstance(leaf, int) else self._held(leaf) for leaf in found.leaves]
         for place in found.written:  # backward keeps what was there before
             leaves[place] = leaves[place].clone()
-        results = found.program.run(*leaves)
+        results = found.program.run.forward(*leaves)
         with torch.no_grad():
             for name, new in zip(found.updates, results[found.program.outputs :], strict=True):
                 self._update(name, new)
-        return found.output(results, self.get_buffer(RUNNING))
+        return found.output(results, self.get_buffer(RUNNING_MODELS))
 
     def _held(self, name: str) -> Tensor:
         path, _, last = name.rpartition(".")
@@ -101,7 +99,7 @@ class ModelArray(nn.Module):
         """Members that are stopped keep what they have."""
         buffer = self._held(name)
         if name not in self._held_once:
-            running = self.get_buffer(RUNNING).reshape(self.size, *[1] * (new.ndim - 1))
+            running = self.get_buffer(RUNNING_MODELS).reshape(self.size, *[1] * (new.ndim - 1))
             new = torch.where(running, new, buffer)
         buffer.copy_(new)
 
@@ -119,7 +117,7 @@ class ModelArray(nn.Module):
     @property
     def stopped(self) -> tuple[int, ...]:
         """The members that are no longer trained."""
-        return tuple(place for place, runs in enumerate(self.get_buffer(RUNNING).tolist()) if not runs)
+        return tuple(place for place, runs in enumerate(self.get_buffer(RUNNING_MODELS).tolist()) if not runs)
 
     def stop(self, member: int) -> None:
         """Stop training a member: neither its parameters nor its buffers change any more.
@@ -127,9 +125,9 @@ class ModelArray(nn.Module):
         All members are still computed together. What :meth:`optimizer` was given is told, too.
         """
         self._check_member(member)
-        self.get_buffer(RUNNING)[member] = False
+        self.get_buffer(RUNNING_MODELS)[member] = False
         for module in self._trained:
-            set_running(module, RUNNING, self.get_buffer(RUNNING))
+            set_running(module, self.get_buffer(RUNNING_MODELS))
 
     def member(self, member: int) -> nn.Module:
         """A member as a model by itself, of the original's class, with values of its own."""
@@ -161,7 +159,7 @@ class ModelArray(nn.Module):
         """
         if module is not None:
             self._trained.append(module)
-        return member_optimizer(make, self, self.size, self.vary, options, RUNNING, module)
+        return member_optimizer(make, self, self.size, self.vary, options, module)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModelArray:
         """What ``to``, ``cuda``, ``double`` and the like do: programs are for the dtypes and devices before."""

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 import autopar
 from autopar.measure.local_processes import LocalProcesses, RankError
 from planner.plan.plan import Plan
-from tests.autopar import by_hand, checkpoints, faces, workers
+from tests.autopar import by_hand, checkpoints, faces, stacked, workers
 
 pytestmark = pytest.mark.processes
 
@@ -242,6 +242,7 @@ ALONE = [
     (workers.refuses_what_differs_between_ranks, 2),
     (workers.layers_compute_the_whole, 2),
     (workers.raises_on_every_rank, 2),
+    (stacked.trains_members_on_ranks, 2),
 ]
 
 
