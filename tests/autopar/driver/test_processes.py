@@ -25,7 +25,7 @@ import autopar
 from autopar.measure.local_processes import LocalProcesses, RankError
 from autopar.verification.float64 import exact
 from planner.plan.plan import Plan
-from tests.autopar import by_hand, checkpoints, compiled, faces, whole_parameters, workers
+from tests.autopar import by_hand, checkpoints, compiled, faces, stacked, whole_parameters, workers
 
 pytestmark = pytest.mark.processes
 
@@ -297,6 +297,7 @@ ALONE = [
     (workers.refuses_what_differs_between_ranks, 2),
     (workers.layers_compute_the_whole, 2),
     (workers.raises_on_every_rank, 2),
+    (stacked.trains_members_on_ranks, 2),
 ]
 
 
