@@ -38,6 +38,7 @@ ROOMS = {
         "runtime",
         "checkpoint",
         "emit",
+        "arrays",
         "driver",
         "verification",
         "measure",
