@@ -107,8 +107,8 @@ def _check_parallel(
     cut = [name for name, leaf in parallel.stored.items() if _is_cut_inside(parallel, name)]
     if cut and not all(is_elementwise(make, options, parallel.get_parameter(cut[0]).device) for options in own):
         raise InputError(
-            f"{make.__name__} is not elementwise, and ranks hold parts of a member's tensor, such as {cut[0]!r}: take an "
-            "optimizer that updates every element by itself (AdamW, SGD, RMSprop, Adagrad ...), or plan the array with "
+            f"{make.__name__} is not elementwise, and ranks hold parts of a member's tensor, such as {cut[0]!r}: take "
+            "an optimizer that updates every element by itself (AdamW, SGD, RMSprop, Adagrad ...), or plan the array with "
             "pin={'zero': 0} and without a tensor axis"
         )
 
