@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import in_bytes, in_seconds
 from planner.cost.cluster import ClusterSpec
-from planner.ir.elements import Elements, DisjointParts, count, elements_of
+from planner.ir.elements import DisjointParts, Elements, count, elements_of
 from planner.ir.graph import ITEM_BYTES, Ref
 from planner.ir.layout import Layout, Mesh, over_micro_batches
 from planner.plan.document.document import WITHOUT_GRAPH
