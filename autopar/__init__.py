@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autopar.arrays.array import array
     from autopar.checkpoint.elastic import ElasticRun
     from autopar.checkpoint.export import export_safetensors
     from autopar.checkpoint.live import hold, reshard
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from autopar.functions.register import register
     from autopar.operators.delink import delink
     from autopar.operators.experts import experts
+    from autopar.runtime.optim.lamb import Lamb
+    from autopar.runtime.optim.lars import Lars
+    from autopar.runtime.optim.norms import whole_norms
     from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
     from autopar.verification.verify import verify
     from planner.base.errors import (
@@ -52,10 +56,13 @@ _LAZY = {
     "EmbeddingTable": "planner.tables.embedding_table",
     "InfeasibleError": "planner.base.errors",
     "InputError": "planner.base.errors",
+    "Lamb": "autopar.runtime.optim.lamb",
+    "Lars": "autopar.runtime.optim.lars",
     "PinError": "planner.base.errors",
     "Plan": "planner.plan.plan",
     "PlanError": "planner.base.errors",
     "PlanWarning": "planner.base.errors",
+    "array": "autopar.arrays.array",
     "delink": "autopar.operators.delink",
     "evaluate": "autopar.driver.plan",
     "experts": "autopar.operators.experts",
@@ -73,6 +80,7 @@ _LAZY = {
     "reshard": "autopar.checkpoint.live",
     "save_checkpoint": "autopar.checkpoint.save",
     "verify": "autopar.verification.verify",
+    "whole_norms": "autopar.runtime.optim.norms",
 }
 
 __all__ = [
@@ -86,10 +94,13 @@ __all__ = [
     "EmbeddingTable",
     "InfeasibleError",
     "InputError",
+    "Lamb",
+    "Lars",
     "PinError",
     "Plan",
     "PlanError",
     "PlanWarning",
+    "array",
     "delink",
     "evaluate",
     "experts",
@@ -107,6 +118,7 @@ __all__ = [
     "reshard",
     "save_checkpoint",
     "verify",
+    "whole_norms",
 ]
 __version__ = "0.1.0"
 

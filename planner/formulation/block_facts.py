@@ -17,6 +17,7 @@ from planner.formulation.variables import Variable
 from planner.ir.folding import Block, Folded
 from planner.ir.graph import Node, Ref
 from planner.ops import OPS
+from planner.ops.fusion import fuse
 from planner.ops.memory_traffic import MemoryTraffic, added_places, traffic
 from planner.ops.sharding_rule import Rule
 from planner.ops.workspace import Working, working
@@ -42,6 +43,7 @@ class BlockFacts:
         self._last: dict[int, dict[Ref, int]] = {}
         self._traffic: dict[tuple[int, int, bool], MemoryTraffic] = {}
         self._traffics: dict[object, MemoryTraffic] = {}
+        self._fused: dict[tuple[int, bool], Mapping[str, MemoryTraffic]] = {}
         self._charges = Charges(folded, self.again)
         self._charged: dict[Recompute, Mapping[Variable, Counter[Places]]] = {}
         self._as_made: dict[Recompute, Counter[tuple[int, int, int]]] = {}
@@ -105,10 +107,19 @@ class BlockFacts:
             self._working[node.name] = self._workings[key]
         return self._working[node.name]
 
-    def traffic(self, node: Node, on_cpu: bool) -> MemoryTraffic:
-        """What an operator passes over, see :mod:`planner.ops.memory_traffic`; all of a variable do the same."""
+    def traffic(self, node: Node, on_cpu: bool, compiled: bool = False) -> MemoryTraffic:
+        """What an operator passes over, see :mod:`planner.ops.memory_traffic`; all of a variable do the same.
+
+        Args:
+            compiled: whether its block is compiled, see :mod:`planner.ops.fusion`.
+        """
         number, at = self.seat[node.name]
         kind = self.folded.instances[number].kind
+        if compiled:
+            block = self.folded.kinds[kind][0].block
+            if (kind, on_cpu) not in self._fused:
+                self._fused[kind, on_cpu] = fuse(self.graph, block.nodes, block.outputs, on_cpu=on_cpu).traffic
+            return self._fused[kind, on_cpu][block.nodes[at].name]
         if (kind, at, on_cpu) not in self._traffic:
             first = self.folded.kinds[kind][0].block.nodes[at]
             last = self._read_last(kind)

@@ -25,7 +25,9 @@ ROOMS = {
         "sizes",
         "search",
         "interchange",
+        "launch",
         "plan",
+        "fleet",
     ],
     "autopar": [
         "graph",
@@ -36,6 +38,7 @@ ROOMS = {
         "runtime",
         "checkpoint",
         "emit",
+        "arrays",
         "driver",
         "verification",
         "measure",
