@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.arrays.array import array
+    from autopar.checkpoint.elastic import ElasticRun
     from autopar.checkpoint.export import export_safetensors
+    from autopar.checkpoint.live import hold, reshard
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
     from autopar.driver.further import plan_inputs
@@ -50,6 +52,7 @@ _LAZY = {
     "ClusterError": "planner.base.errors",
     "ClusterSpec": "planner.cost.cluster",
     "ConfigError": "planner.base.errors",
+    "ElasticRun": "autopar.checkpoint.elastic",
     "EmbeddingTable": "planner.tables.embedding_table",
     "InfeasibleError": "planner.base.errors",
     "InputError": "planner.base.errors",
@@ -64,6 +67,7 @@ _LAZY = {
     "evaluate": "autopar.driver.plan",
     "experts": "autopar.operators.experts",
     "export_safetensors": "autopar.checkpoint.export",
+    "hold": "autopar.checkpoint.live",
     "lint": "autopar.driver.lint",
     "load_checkpoint": "autopar.checkpoint.load",
     "parallelize": "autopar.driver.parallelize",
@@ -73,6 +77,7 @@ _LAZY = {
     "predict_cache": "planner.tables.cached_rows",
     "register": "autopar.functions.register",
     "replan": "autopar.driver.replan",
+    "reshard": "autopar.checkpoint.live",
     "save_checkpoint": "autopar.checkpoint.save",
     "verify": "autopar.verification.verify",
     "whole_norms": "autopar.runtime.optim.norms",
@@ -85,6 +90,7 @@ __all__ = [
     "ClusterError",
     "ClusterSpec",
     "ConfigError",
+    "ElasticRun",
     "EmbeddingTable",
     "InfeasibleError",
     "InputError",
@@ -99,6 +105,7 @@ __all__ = [
     "evaluate",
     "experts",
     "export_safetensors",
+    "hold",
     "lint",
     "load_checkpoint",
     "parallelize",
@@ -108,6 +115,7 @@ __all__ = [
     "predict_cache",
     "register",
     "replan",
+    "reshard",
     "save_checkpoint",
     "verify",
     "whole_norms",

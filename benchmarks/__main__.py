@@ -2,8 +2,8 @@
 
 python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
                      [million] [rsa] [integrations] [exporters] [pipeline] [schedules] [transfer schedule] [offload]
-                     [compiled] [tables] [cached] [fuzz [files]] [exact [problems [seed]]] [gpu_steps] [gpu_offload]
-                     [gpu_largest]
+                     [compiled] [tables] [cached] [elastic] [fuzz [files]] [exact [problems [seed]]] [gpu_steps]
+                     [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -27,6 +27,7 @@ from benchmarks import (
     cached_table,
     compiled,
     context,
+    elastic,
     exact,
     exporters,
     family,
@@ -718,6 +719,31 @@ def cached() -> None:
             _record_cached(found, facts)
 
 
+def moved() -> None:
+    """A run that goes on with 3 of 4 processes: from memory, and through a checkpoint."""
+    facts = record.circumstances()
+    with tempfile.TemporaryDirectory() as folder:
+        found = elastic.runs(Path(folder))
+    columns = {"emptying the rank": "hold_s", "all": "live_s", "save": "save_s", "load": "load_s"}
+    rows = [
+        {
+            "state MB": f"{r.state_bytes / 1e6:.0f}",
+            "sent MB": f"{r.sent_bytes / 1e6:.1f}",
+            **{f"{name} s": f"{getattr(r, column):.2f}" for name, column in columns.items()},
+            "memory / files": f"{r.live_s / (r.save_s + r.load_s):.2f}",
+        }
+        for r in found
+    ]
+    notes = (
+        f"{elastic.LAYERS} pairs of linear layers of {elastic.WIDTH} features with Adam, sharded over "
+        f"{elastic.RANKS[0]} processes (ZeRO 3), go on sharded over {elastic.RANKS[1]} of them. *From memory*: "
+        "`autopar.hold(leaving=...)` sends what only the rank that leaves holds to the others' hosts, and "
+        "`autopar.reshard` fills a module of the other plan. *Through files*: `save_checkpoint` and `load_checkpoint` "
+        "of the same run. Seconds until the slowest rank is done."
+    )
+    print(record.write("elastic", "Going on with other ranks", notes, rows, [*map(asdict, found)], facts), flush=True)
+
+
 def _record_cached(found: Sequence[cached_table.CachedRun], facts: dict[str, Any]) -> None:
     rows = [
         {
@@ -865,6 +891,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "transfer_schedule": transfer_schedules,
     "tables": placements,
     "cached": cached,
+    "elastic": moved,
     "offload": offloads,
     "gpu_offload": gpu_offloads,
     "gpu_steps": gpu_steps,

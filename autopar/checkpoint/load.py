@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autopar.checkpoint.contents import MODEL, OPTIM, Index, ModuleContents, OptimizerContents, optimizers_of, same
 from autopar.checkpoint.files import Stored
-from autopar.checkpoint.parts import Part
+from autopar.checkpoint.parts import Box, Part
 from autopar.checkpoint.save import idle
+from autopar.checkpoint.together import Ranks
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pipeline.executor import PipelineStep
 from planner.base.errors import CheckpointError
@@ -53,15 +55,52 @@ def load_checkpoint(
         DiskError: of a plan with model data on disk, a file cannot be written; all are left half loaded.
     """
     ranks = idle(module)
+    return take(lambda: Stored.open(path), ranks, f"loading the checkpoint {str(path)!r}", module, optimizer, extra)
+
+
+class SavedState(Protocol):
+    """What a module and an optimizer are filled from: a checkpoint, or what ranks hold."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorStorageMetadata]:
+        """Shape and dtype of every tensor, by its name in a checkpoint."""
+        ...
+
+    @property
+    def contents(self) -> Any:
+        """What was saved that is no tensor."""
+        ...
+
+    def names(self, kind: str) -> list[str]:
+        """The tensors whose names begin so, without that: ``model.`` or ``optim.``."""
+        ...
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Raise :class:`CheckpointError` where this share of it is damaged."""
+        ...
+
+    def read(self, wanted: Mapping[str, tuple[list[Box], Tensor]]) -> None:
+        """Fill boxes of parts of tensors; all ranks call it."""
+        ...
+
+
+def take(
+    open_state: Callable[[], SavedState],
+    ranks: Ranks,
+    task: str,
+    module: nn.Module,
+    optimizer: Any,
+    extra: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Fill a module and an optimizer, see :func:`load_checkpoint`; every rank must call it."""
     found: list[_Load] = []
 
     def check() -> tuple[set[str], set[str]]:
-        load = _Load.of(Stored.open(path), ModuleContents.of(module, ranks), optimizer)
+        load = _Load.of(open_state(), ModuleContents.of(module, ranks), optimizer)
         _check_extra(load.extra, extra or {})
         found.append(load)
         return load.names
 
-    task = f"loading the checkpoint {str(path)!r}"
     theirs = ranks.each(task, check)
     load = found[0]
     load.check_all_taken(theirs)
@@ -80,7 +119,7 @@ class _Load:
         states: what the rank holds of each optimizer, and its new state dict.
     """
 
-    stored: Stored
+    stored: SavedState
     held: ModuleContents
     index: Index
     extra: dict[str, Any]
@@ -88,7 +127,7 @@ class _Load:
     states: list[tuple[OptimizerContents, dict[str, Any]]]
 
     @staticmethod
-    def of(stored: Stored, held: ModuleContents, optimizer: Any) -> _Load:
+    def of(stored: SavedState, held: ModuleContents, optimizer: Any) -> _Load:
         """Everything that this rank takes; raises :class:`CheckpointError` where it does not fit."""
         contents = dict(stored.contents)
         extra = contents.pop("extra")
@@ -98,7 +137,7 @@ class _Load:
         load = _Load(stored, held, index, extra, wanted, [])
         if index.state is None and optimizer is not None:
             raise CheckpointError(
-                f"the checkpoint {str(stored.path)!r} was saved without an optimizer: load it without one, or save "
+                f"{stored} was saved without an optimizer: load it without one, or save "
                 "with save_checkpoint(path, module, optimizer)"
             )
         place = itertools.count()
@@ -167,12 +206,12 @@ def _check_extra(saved: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
             )
 
 
-def _check(stored: Stored, wanted: Mapping[str, Part]) -> None:
+def _check(stored: SavedState, wanted: Mapping[str, Part]) -> None:
     tensors = stored.tensors
     missing = [name for name in wanted if name not in tensors]
     if missing:
         raise CheckpointError(
-            f"the checkpoint {str(stored.path)!r} lacks {len(missing)} tensors of the module, "
+            f"{stored} lacks {len(missing)} tensors of the module, "
             f"{missing[0].removeprefix(MODEL)!r} the first; is it of another model?"
         )
     for name, part in wanted.items():
@@ -189,7 +228,9 @@ def _check(stored: Stored, wanted: Mapping[str, Part]) -> None:
             )
 
 
-def _state(stored: Stored, index: Index, state: OptimizerContents) -> tuple[dict[int, dict[str, Any]], dict[str, Part]]:
+def _state(
+    stored: SavedState, index: Index, state: OptimizerContents
+) -> tuple[dict[int, dict[str, Any]], dict[str, Part]]:
     """The new state of this rank's parameters, still to be read, and what is to be read into it."""
     assert index.state is not None
     values: dict[int, dict[str, Any]] = {}

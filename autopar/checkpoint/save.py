@@ -250,17 +250,9 @@ class _Share:
 def _prepare(
     path: Path, module: nn.Module, optimizer: Any, ranks: Ranks, extra: Mapping[str, Any] | None, found: list[_Contents]
 ) -> _Offer:
-    held = ModuleContents.of(module, ranks)
-    parts = {MODEL + name: part for name, part in held.parts.items()}
-    index = held.index()
-    for each in optimizers_of(optimizer):
-        state = OptimizerContents.of(each, held)
-        more, own = state.saved()
-        index.state = joined(index.state or {}, own)
-        parts.update(more)
-        index.groups += state.groups
+    parts, index = held_by_rank(module, optimizer, ranks)
     files.packed(vars(index), "the optimizer")
-    states = _states(extra) if ranks.rank == 0 else {}
+    states = states_of(extra) if ranks.rank == 0 else {}
     claim = files.Claim(path) if ranks.rank == 0 else None
     name = "" if claim is None else claim.name
     if not isinstance(module, ParallelModule):
@@ -278,7 +270,22 @@ def _check_one_path(offers: list[_Offer]) -> None:
         raise CheckpointError(f"ranks save to different paths, {', '.join(different)}: give all of them one")
 
 
-def _states(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def held_by_rank(module: nn.Module, optimizer: Any, ranks: Ranks) -> tuple[dict[str, Part], Index]:
+    """What this rank holds of a module and its optimizer, by name in a checkpoint, and what there is beside tensors."""
+    held = ModuleContents.of(module, ranks)
+    parts = {MODEL + name: part for name, part in held.parts.items()}
+    index = held.index()
+    for each in optimizers_of(optimizer):
+        state = OptimizerContents.of(each, held)
+        more, own = state.saved()
+        index.state = joined(index.state or {}, own)
+        parts.update(more)
+        index.groups += state.groups
+    return parts, index
+
+
+def states_of(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Plain data, with the states of objects that have one."""
     found = {}
     for name, value in (extra or {}).items():
         found[name] = value.state_dict() if hasattr(value, "state_dict") else value

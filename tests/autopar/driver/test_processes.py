@@ -24,8 +24,9 @@ from safetensors.torch import save_file
 import autopar
 from autopar.measure.local_processes import LocalProcesses, RankError
 from autopar.verification.float64 import exact
+from planner.plan.moving.bill import moving_bill
 from planner.plan.plan import Plan
-from tests.autopar import by_hand, checkpoints, compiled, faces, stacked, whole_parameters, workers
+from tests.autopar import by_hand, checkpoints, compiled, elastic, faces, stacked, whole_parameters, workers
 
 pytestmark = pytest.mark.processes
 
@@ -368,6 +369,18 @@ def test_masters_step_as_one_process_would_and_go_on_under_any_plan(pool: LocalP
     for document in plans[1:]:
         pool.run(by_hand.goes_on, "gpt2", document, path, ranks=2)
     by_hand.goes_on("gpt2", None, path)
+
+
+def test_ranks_that_stay_reshard_from_memory(pool: LocalProcesses, tmp_path: Path) -> None:
+    """4 ranks, 3 of them, and these with another one: to the bit what checkpoints would, and the original's losses."""
+    plans = [elastic.plan_of(4, elastic.FOUR), elastic.plan_of(3, elastic.THREE), elastic.plan_of(4, elastic.STAGED)]
+    found = pool.run(elastic.reshards, [plan.to_dict() for plan in plans], str(tmp_path), ranks=4)
+    whole = elastic.Run().steps(9)
+    assert found[0]["losses"] == pytest.approx(whole, rel=1e-10)
+    assert found[1]["losses"] == pytest.approx(whole[6:], rel=1e-10)
+    bill = moving_bill(plans[0], plans[1], (0, 2, 3))
+    sent = [sum(rank.sent_bytes.values()) for rank in bill.ranks]
+    assert [found[rank]["sent"] for rank in (0, 2, 3)] == [[size] for size in sent] and min(sent) > 0
 
 
 def test_checkpoints_fail_together(pool: LocalProcesses, tmp_path: Path) -> None:
