@@ -258,7 +258,7 @@ def _exchanged(
 
 
 @dataclass(frozen=True)
-class _Announced:
+class _StateForm:
     """What is known of a tensor before it comes."""
 
     shape: tuple[int, ...]
@@ -271,14 +271,14 @@ def _laid_out(each: Owned, state: Mapping[str, Any]) -> dict[str, Any]:
     source = dist.get_global_rank(each.holders, each.owner)
     sent: list[Any] = [
         {
-            key: _Announced(tuple(value.shape), value.dtype, value.device.type) if isinstance(value, Tensor) else value
+            key: _StateForm(tuple(value.shape), value.dtype, value.device.type) if isinstance(value, Tensor) else value
             for key, value in state.items()
         }
     ]
     dist.broadcast_object_list(sent, source, each.holders, each.device)
     found: dict[str, Any] = {}
     for key, form in sent[0].items():
-        if not isinstance(form, _Announced):
+        if not isinstance(form, _StateForm):
             found[key] = form
             continue
         whole = torch.empty(form.shape, dtype=form.dtype, device=each.device)
