@@ -174,6 +174,7 @@ def parallelize(
     maker = ProgramMaker(plan, loss_fn, ModelState.of(model), tensors_of(assignment), held, constants, lines)
     made = build(model, traced.captured, assignment, mesh, rank, make_part, seed, micro_batched, table, disk, maker)
     made.data_agreement = DataAgreement(stage_mesh, device, calls)
+    made.planned = plan
     return made
 
 

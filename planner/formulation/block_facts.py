@@ -77,6 +77,10 @@ class BlockFacts:
         """The block in which an operator is."""
         return self.folded.instances[self.seat[node.name][0]].block
 
+    def repeats(self, node: Node) -> bool:
+        """Whether there are more instances of the block in which an operator is."""
+        return len(self.folded.kinds[self.folded.instances[self.seat[node.name][0]].kind]) > 1
+
     @cached_property
     def seat(self) -> dict[str, tuple[int, int]]:
         """Operator -> the number of its block in execution order, and its position in the block."""
