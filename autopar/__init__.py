@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from autopar.driver.lint import lint
     from autopar.driver.parallelize import parallelize
     from autopar.driver.plan import evaluate, plan
+    from autopar.driver.replan import replan
     from autopar.functions.register import register
     from autopar.operators.delink import delink
     from autopar.operators.experts import experts
+    from autopar.runtime.optim.lamb import Lamb
+    from autopar.runtime.optim.lars import Lars
+    from autopar.runtime.optim.norms import whole_norms
     from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
     from autopar.verification.verify import verify
     from planner.base.errors import (
@@ -48,6 +52,8 @@ _LAZY = {
     "EmbeddingTable": "planner.tables.embedding_table",
     "InfeasibleError": "planner.base.errors",
     "InputError": "planner.base.errors",
+    "Lamb": "autopar.runtime.optim.lamb",
+    "Lars": "autopar.runtime.optim.lars",
     "PinError": "planner.base.errors",
     "Plan": "planner.plan.plan",
     "PlanError": "planner.base.errors",
@@ -64,8 +70,10 @@ _LAZY = {
     "plan_inputs": "autopar.driver.further",
     "predict_cache": "planner.tables.cached_rows",
     "register": "autopar.functions.register",
+    "replan": "autopar.driver.replan",
     "save_checkpoint": "autopar.checkpoint.save",
     "verify": "autopar.verification.verify",
+    "whole_norms": "autopar.runtime.optim.norms",
 }
 
 __all__ = [
@@ -78,6 +86,8 @@ __all__ = [
     "EmbeddingTable",
     "InfeasibleError",
     "InputError",
+    "Lamb",
+    "Lars",
     "PinError",
     "Plan",
     "PlanError",
@@ -94,8 +104,10 @@ __all__ = [
     "plan_inputs",
     "predict_cache",
     "register",
+    "replan",
     "save_checkpoint",
     "verify",
+    "whole_norms",
 ]
 __version__ = "0.1.0"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.checkpoint.contents import MODEL, OPTIM, Index, ModuleContents, OptimizerContents, same
+from autopar.checkpoint.contents import MODEL, OPTIM, Index, ModuleContents, OptimizerContents, optimizers_of, same
 from autopar.checkpoint.files import Stored
 from autopar.checkpoint.parts import Part
 from autopar.checkpoint.save import idle
@@ -38,7 +39,8 @@ def load_checkpoint(
     Args:
         path: what :func:`autopar.save_checkpoint` wrote.
         module: what :func:`autopar.parallelize` returned, or the original model.
-        optimizer: as it was when saved, over the same parameters in groups with the same members.
+        optimizer: as it was when saved, over the same parameters in groups with the same members; of several, a list
+            in the same order.
         extra: objects with ``load_state_dict()``, by the names that they were saved under; not plain data, which
             cannot be set from here and is in what is returned.
 
@@ -75,7 +77,7 @@ class _Load:
 
     Attributes:
         wanted: name in the checkpoint -> where it goes.
-        renewed: the optimizer's new state dict.
+        states: what the rank holds of each optimizer, and its new state dict.
     """
 
     stored: Stored
@@ -83,8 +85,7 @@ class _Load:
     index: Index
     extra: dict[str, Any]
     wanted: dict[str, Part]
-    state: OptimizerContents | None
-    renewed: dict[str, Any]
+    states: list[tuple[OptimizerContents, dict[str, Any]]]
 
     @staticmethod
     def of(stored: Stored, held: ModuleContents, optimizer: Any) -> _Load:
@@ -94,25 +95,20 @@ class _Load:
         index = Index(**contents)
         wanted = {MODEL + name: part for name, part in held.parts.items()}
         _check(stored, wanted)
-        if optimizer is None:
-            return _Load(stored, held, index, extra, wanted, None, {})
-        if index.state is None:
+        load = _Load(stored, held, index, extra, wanted, [])
+        if index.state is None and optimizer is not None:
             raise CheckpointError(
                 f"the checkpoint {str(stored.path)!r} was saved without an optimizer: load it without one, or save "
                 "with save_checkpoint(path, module, optimizer)"
             )
-        state = OptimizerContents.of(optimizer, held)
-        values, parts = _state(stored, index, state)
-        groups = [_group(number, group, index, state) for number, group in enumerate(state.state["param_groups"])]
-        return _Load(
-            stored,
-            held,
-            index,
-            extra,
-            {**wanted, **parts},
-            state,
-            {**state.state, "state": values, "param_groups": groups},
-        )
+        place = itertools.count()
+        for each in optimizers_of(optimizer):
+            state = OptimizerContents.of(each, held)
+            values, parts = _state(stored, index, state)
+            groups = [_group(next(place), group, index, state) for group in state.state["param_groups"]]
+            wanted.update(parts)
+            load.states.append((state, {**state.state, "state": values, "param_groups": groups}))
+        return load
 
     @property
     def names(self) -> tuple[set[str], set[str]]:
@@ -120,9 +116,8 @@ class _Load:
         if isinstance(self.held.module, ParallelModule) and self.held.module.rank:
             return set(), set()  # those of rank 0 of its stage
         names = {name.removeprefix(MODEL) for name in self.wanted if name.startswith(MODEL)} | self.held.aliases.keys()
-        if self.state is None:
-            return names, set()
-        saved = (each for name, _ in self.state.named.values() for each in self.held.saved_as(name))
+        own = (name for state, _ in self.states for name, _ in state.named.values())
+        saved = (each for name in own for each in self.held.saved_as(name))
         return names, set(map(self.index.first, saved))
 
     def check_all_taken(self, theirs: list[tuple[set[str], set[str]]]) -> None:
@@ -149,8 +144,8 @@ class _Load:
 
     def finish(self, extra: Mapping[str, Any]) -> None:
         """Take over all that is no tensor."""
-        if self.state is not None:
-            self.state.optimizer.load_state_dict(self.renewed)
+        for state, renewed in self.states:
+            state.optimizer.load_state_dict(renewed)
         module = self.held.module
         if isinstance(module, ParallelModule):
             if self.index.random is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.checkpoint import files
-from autopar.checkpoint.contents import MODEL, Index, ModuleContents, OptimizerContents
+from autopar.checkpoint.contents import MODEL, Index, ModuleContents, OptimizerContents, joined, optimizers_of
 from autopar.checkpoint.parts import Box, Part, pieces
 from autopar.checkpoint.together import Ranks
 from autopar.runtime.host.disk import check_there
@@ -43,7 +43,7 @@ def save_checkpoint(
         path: a directory, on a file system that all ranks share.
         module: what :func:`autopar.parallelize` returned, or any module that is the same on all ranks.
         optimizer: any torch optimizer of the module's parameters, or what has ``param_groups``, ``state_dict()`` and
-            ``load_state_dict()`` as these have.
+            ``load_state_dict()`` as these have; or a list of them, of different parameters.
         extra: by name, objects with ``state_dict()`` (schedulers, scalers, data loaders), and plain data. Those of
             rank 0 are saved.
         wait: ``False`` returns as soon as the values are copied to the host, and writes them in the background.
@@ -253,11 +253,12 @@ def _prepare(
     held = ModuleContents.of(module, ranks)
     parts = {MODEL + name: part for name, part in held.parts.items()}
     index = held.index()
-    if optimizer is not None:
-        state = OptimizerContents.of(optimizer, held)
-        more, index.state = state.saved()
+    for each in optimizers_of(optimizer):
+        state = OptimizerContents.of(each, held)
+        more, own = state.saved()
+        index.state = joined(index.state or {}, own)
         parts.update(more)
-        index.groups = state.groups
+        index.groups += state.groups
     files.packed(vars(index), "the optimizer")
     states = _states(extra) if ranks.rank == 0 else {}
     claim = files.Claim(path) if ranks.rank == 0 else None

@@ -285,6 +285,44 @@ def export_plan(
 
 
 @app.command()
+def launch(
+    plan: PlanFile,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- SCRIPT ...", help="A script of Python, and its arguments.")
+    ] = None,
+    on: Annotated[str, typer.Option(metavar="LAUNCHER", help="torchrun, slurm or kubernetes.")] = "torchrun",
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Machines, if not units of the plan's innermost level.", show_default=False),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Of the job.")] = "train",
+    image: Annotated[str, typer.Option(help="Of the container, on Kubernetes.")] = "",
+    topology: Annotated[
+        str, typer.Option(metavar="LABEL", help="Of machines in one part of the network, on Kubernetes.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="Write it here.")] = None,
+) -> None:
+    """Write what starts a plan's processes on machines, in the order of its ranks."""
+    _check_writable(out)
+    with _status("reading the plan"):
+        from planner.launch.job import job
+        from planner.launch.launchers import launched, launcher_of
+        from planner.plan.plan import Plan
+
+        launcher, found = launcher_of(on), Plan.load(plan)
+        stages = 1 if found.pipeline is None else found.pipeline.ranks
+        started = job(
+            *(found.cluster, found.mesh, stages, command or ()), name=name, nodes=nodes, image=image, topology=topology
+        )
+        text = launched(launcher, started)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    out.write_text(text, encoding="utf-8")
+    typer.echo(f"written: {out}; {launcher.start.format(file=out)}", err=True)
+
+
+@app.command()
 def lint(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="A configuration of Megatron-LM, torchtitan, DeepSpeed and so on.")

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from planner.base.errors import ClusterError
 from planner.cost.cluster import ClusterSpec, Level
-from planner.cost.gemm import attention_s, float8_product_s, product_at_least_s, product_s
+from planner.cost.gemm import FLOAT8, attention_s, float8_product_s, product_at_least_s, product_s
 from planner.cost.kernels import Attention, Kernel, Product, Stream
 from planner.ir.graph import ITEM_BYTES
 from planner.ir.layout import Axis
@@ -195,10 +195,14 @@ class CostModel:
             return 0.0
         work_s = flops / (device.peak(dtype) * device.matmul_efficiency)
         if isinstance(kernel, Product):
-            work_s = product_at_least_s(device, kernel, dtype, ITEM_BYTES.get(dtype, 4))
+            taken = (FLOAT8, 1) if self._is_in_float8(kernel, dtype) else (dtype, ITEM_BYTES.get(dtype, 4))
+            work_s = product_at_least_s(device, kernel, *taken)
         elif isinstance(kernel, Attention):
             work_s = kernel.flops / (device.peak(dtype) * device.attention[kernel.is_backward])
         return max(work_s, bytes_moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency))
+
+    def _is_in_float8(self, product: Product, dtype: str) -> bool:
+        return self.cluster.software.float8 and product.batch == 1 and ITEM_BYTES.get(dtype) == 2
 
     def fused_s(self, bytes_moved: float, dtype: str, kernels: int) -> float:
         """Seconds of an operator's share of fused kernels: what it moves of their bytes, and those that begin with it.
@@ -230,8 +234,7 @@ class CostModel:
         if key not in self._kernels:
             device = self.cluster.device
             if isinstance(kernel, Product):
-                in_float8 = self.cluster.software.float8 and kernel.batch == 1 and ITEM_BYTES.get(dtype) == 2
-                seconds = float8_product_s if in_float8 else product_s
+                seconds = float8_product_s if self._is_in_float8(kernel, dtype) else product_s
                 self._kernels[key] = seconds(device, kernel, dtype, ITEM_BYTES.get(dtype, 4))
             else:
                 self._kernels[key] = attention_s(device, kernel, dtype)

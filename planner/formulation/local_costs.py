@@ -275,9 +275,7 @@ class LocalCosts:
     def traffic(self, node: Node) -> MemoryTraffic:
         """What an operator passes over in memory."""
         blocks, cluster = self.decision_graph.blocks, self.cost.cluster
-        compiled = self.training.compile or cluster.software.compile == "all"
-        if cluster.software.compile == "layers":
-            compiled = compiled or blocks.repeats(node)
+        compiled = self.training.compiles(cluster, blocks.repeats(node))
         return blocks.traffic(node, on_cpu=cluster.on_cpu, compiled=compiled)
 
     def _seconds_of(self, node: Node, choices: Choices, held: Ints) -> Floats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.cost.cluster import ClusterSpec
 from planner.formulation.unsharding import PER_STEP, Unsharding
 
 Tier = Literal["device", "host", "either", "disk"]
@@ -40,6 +41,14 @@ class Training:
     unsharding: Unsharding = PER_STEP
     discards: tuple[str, ...] | None = None
     compile: bool = False
+
+    def compiles(self, cluster: ClusterSpec, repeats: bool) -> bool:
+        """Whether a block is compiled, by this plan or by the software that runs it.
+
+        Args:
+            repeats: whether it has several instances.
+        """
+        return self.compile or cluster.software.compile == "all" or (cluster.software.compile == "layers" and repeats)
 
     @property
     def on_disk(self) -> bool:

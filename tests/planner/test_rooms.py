@@ -25,6 +25,7 @@ ROOMS = {
         "sizes",
         "search",
         "interchange",
+        "launch",
         "plan",
     ],
     "autopar": [

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 import autopar
 from autopar.measure.local_processes import LocalProcesses, RankError
 from planner.plan.plan import Plan
-from tests.autopar import by_hand, checkpoints, faces, workers
+from tests.autopar import by_hand, checkpoints, faces, whole_parameters, workers
 
 pytestmark = pytest.mark.processes
 
@@ -131,6 +131,38 @@ def test_a_prediction_is_right_once_the_load_of_experts_is_known(
     found = pool.run(workers.peak_of_a_step, name, document, ranks=4)
     assert {seen.tokens[:2] for _, seen in found} == {load.tokens[:2]}
     assert Plan.from_dict(document).predicted.peak_bytes == pytest.approx(max(peak for peak, _ in found), rel=0.05)
+
+
+WHOLE_PARAMETERS: list[tuple[str, dict[str, Any], int, list[str]]] = [
+    ("gpt2", {"data": 2, "tensor": 2, "zero": 3}, 4, ["Lamb", "Adafactor"]),
+    ("gpt2", {"pipeline": 2, "data": 2, "zero": 3, "micro_batches": 2}, 4, ["Lars", "Adafactor"]),
+    ("gpt2", {"tensor": [1, 2]}, 2, ["Lars", "Muon"]),
+    ("mixtral", {"expert": 2}, 2, ["Lamb", "Adafactor"]),
+    ("llama", {"data": 2, "zero": 1, "micro_batches": 2}, 2, ["Muon"]),
+    ("llama", {"context": 2, "zero": 3, "context_kind": "gather"}, 2, ["Lamb"]),
+]
+
+
+@pytest.mark.parametrize("model, pin, ranks, optimizers", WHOLE_PARAMETERS, ids=name_of)
+def test_optimizers_go_by_whole_parameters(
+    pool: LocalProcesses, model: str, pin: dict[str, Any], ranks: int, optimizers: list[str]
+) -> None:
+    """Strips over one axis of two, owners in both stages, a grid, experts, and ranks of a sequence."""
+    document = workers.plan_exactly(model, pin, ranks)
+    pool.run(whole_parameters.steps_alike, model, document, optimizers, ranks=ranks)
+
+
+def test_what_owners_keep_goes_on_under_any_plan(pool: LocalProcesses, tmp_path: Path) -> None:
+    """Matrices, vectors of rows and columns, a second optimizer for what is no matrix; and in one process."""
+    labels, path = ["Muon", "Adafactor"], str(tmp_path)
+    plans = [workers.plan_exactly("mlp", pin, 2) for pin in ({"tensor": 2}, {"data": 2, "zero": 3})]
+    begun = pool.run(whole_parameters.begins, "mlp", plans[0], path, labels, ranks=2)[0]
+    others = pool.run(whole_parameters.goes_on, "mlp", plans[1], path, labels, ranks=2)
+    for found in (*others, whole_parameters.goes_on("mlp", None, path, labels)):
+        for mine, theirs in zip(found, begun, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-10)
+    low = workers.plan_of("mlp", {"data": 2, "zero": 3}, 2, dtype=torch.bfloat16)
+    pool.run(whole_parameters.masters_step_whole, "mlp", low, ranks=2)
 
 
 def test_each_rank_stores_what_is_pinned(pool: LocalProcesses) -> None:
