@@ -399,6 +399,7 @@ class ParallelModule(Fronts):
             self.mesh,
             self.device_mesh,
             self.pipeline,
+            self.planned,
             self._programs.maker,
             *self._original[0].modules(),
             *groups,

@@ -29,6 +29,7 @@ def test_gathers_hide_behind_products_as_far_as_these_last() -> None:
         assert after["compute"] == before["compute"] and after["gradients"] == before["gradients"]
         assert after["communication"] < before["communication"]
         assert overlapped.predicted.step_time_s == pytest.approx(sum(after.values()))
+        assert overlapped.certificate.holds
         if batch == 512:
             assert after["communication"] > 0.5 * before["communication"]
         else:
@@ -40,6 +41,7 @@ def test_tensor_parallelism_waits_for_one_piece_of_each_rank() -> None:
     plain, overlapped = planned(TENSOR, 65536), planned(TENSOR, 65536, overlaps=["tensor"])
     before, after = (plan.predicted.time_s["communication"] for plan in (plain, overlapped))
     assert before / 8 <= after < before / 2
+    assert overlapped.certificate.holds
 
 
 def test_compiled_blocks_move_less_and_start_less() -> None:
@@ -51,11 +53,10 @@ def test_compiled_blocks_move_less_and_start_less() -> None:
         bent = b.relu(f"bent{i}", b.add(f"sum{i}", b.linear(f"up{i}", value, 1024, path), value, path), path)
         value = b.relu(f"after{i}", b.add(f"again{i}", bent, value, path), path)
     graph, spec = b.mean(b.linear("head", value, 64, "head")), ClusterSpec.preset("dgx-h100").to_dict()
-    plain, layers, every = (
-        plan_of(graph, ClusterSpec.from_dict({**spec, "software": software}), SHARDED).predicted.time_s["compute"]
-        for software in COMPILED
-    )
+    plans = [plan_of(graph, ClusterSpec.from_dict({**spec, "software": software}), SHARDED) for software in COMPILED]
+    plain, layers, every = (plan.predicted.time_s["compute"] for plan in plans)
     assert every <= layers < plain
+    assert all(plan.certificate.holds for plan in plans)
 
 
 def test_an_optimizer_without_a_fused_kernel_passes_more_often() -> None:
