@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autopar.arrays.array import array
     from autopar.checkpoint.export import export_safetensors
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
@@ -58,6 +59,7 @@ _LAZY = {
     "Plan": "planner.plan.plan",
     "PlanError": "planner.base.errors",
     "PlanWarning": "planner.base.errors",
+    "array": "autopar.arrays.array",
     "delink": "autopar.operators.delink",
     "evaluate": "autopar.driver.plan",
     "experts": "autopar.operators.experts",
@@ -92,6 +94,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanWarning",
+    "array",
     "delink",
     "evaluate",
     "experts",

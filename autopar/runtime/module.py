@@ -28,6 +28,7 @@ from autopar.runtime.data.batch_share import BatchShare
 from autopar.runtime.data.loader import DistributedDataLoader
 from autopar.runtime.data.sampler import DistributedBatchSampler
 from autopar.runtime.host.gradient_buckets import Buckets
+from autopar.runtime.layers.segment import Compilation, Compiler, segments_in
 from autopar.runtime.offload.block_hooks import parts_at_home
 from autopar.runtime.offload.early_update import check_separate
 from autopar.runtime.offload.executor import OffloadExecutor
@@ -83,6 +84,7 @@ class ParallelModule(Fronts):
         offload: moves parameters and gradients between tiers, if they move.
         maker: makes programs for these; ``None``: there are none.
         slabs: parameters that hold several of the original's.
+        compiler: of blocks, if they are compiled.
     """
 
     _is_accelerate_prepared = True  # for accelerate and its Trainer: this is not to be wrapped, moved or sharded
@@ -106,10 +108,11 @@ class ParallelModule(Fronts):
         offload: OffloadExecutor | None = None,
         maker: Maker | None = None,
         slabs: tuple[Slabs, ...] = (),
+        compiler: Compiler | None = None,
     ):
         super().__init__()
         self.offload, self._state_bytes = offload, state_bytes
-        self.slabs = slabs
+        self.slabs, self.compiler = slabs, compiler
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
         self.state, self.pipeline = state, pipeline
         self.data_agreement: DataAgreement | None = None  # of ranks that are processes
@@ -168,6 +171,11 @@ class ParallelModule(Fronts):
     def planned_form(self) -> InputForm:
         """The form of the inputs that the module was planned for."""
         return self._programs.form
+
+    @property
+    def compilation(self) -> Compilation | None:
+        """What was compiled so far, and what does not compile, if blocks are compiled: each is when it first runs."""
+        return None if self.compiler is None else self.compiler.done
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -276,7 +284,8 @@ class ParallelModule(Fronts):
             programs = self.program.programs
         else:
             programs = [*programs_in(self.program), ("root", self.program)]
-        return "\n\n\n".join(_readable(module.code, name) for name, module in programs) + "\n"
+        segments = {name: each.program for _, module in programs for name, each in segments_in(module)}
+        return "\n\n\n".join(_readable(module.code, name) for name, module in [*segments.items(), *programs]) + "\n"
 
     def load(self) -> ExpertLoad:
         """How many tokens went to each expert in the last calls of experts; every rank must call it.

@@ -6,7 +6,7 @@ from planner.launch.job import Job, Launcher, commented
 
 
 def write(job: Job) -> str:
-    """One task on each node, which starts the processes there.
+    """One task on each node, which has all of its cores and starts the processes there.
 
     Where nodes lie in units, their order is that of the network (``SLURM_TOPOLOGY_ADDR``), not that of their names.
     """
@@ -14,7 +14,7 @@ def write(job: Job) -> str:
         "job-name": job.name,
         "nodes": str(job.nodes),
         "ntasks-per-node": "1",
-        **({"gpus-per-node": str(job.per_node)} if job.on_gpu else {"cpus-per-task": str(job.per_node)}),
+        **({"gpus-per-node": str(job.per_node)} if job.on_gpu else {}),
         "exclusive": "",
         **({"switches": str(-(-job.nodes // job.unit[1]))} if job.unit else {}),
     }
@@ -29,7 +29,7 @@ def write(job: Job) -> str:
         f'  echo "the plan is for {job.nodes} nodes, and the job has $SLURM_JOB_NUM_NODES" >&2\n  exit 2\nfi\n'
         f"mapfile -t nodes < <({order})\n"
         'export NODES="${nodes[*]}" MASTER_ADDR="${nodes[0]}"\n'
-        "srun --kill-on-bad-exit=1 bash -c '\n"
+        "srun --kill-on-bad-exit=1 --cpu-bind=none bash -c '\n"
         "  rank=0\n"
         "  for node in $NODES; do\n"
         '    if [ "$node" = "$SLURMD_NODENAME" ]; then break; fi\n'

@@ -27,6 +27,7 @@ ROOMS = {
         "interchange",
         "launch",
         "plan",
+        "fleet",
     ],
     "autopar": [
         "graph",
@@ -37,6 +38,7 @@ ROOMS = {
         "runtime",
         "checkpoint",
         "emit",
+        "arrays",
         "driver",
         "verification",
         "measure",

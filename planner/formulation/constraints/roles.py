@@ -52,6 +52,7 @@ class Role:
 ROLES = {
     role.name: role
     for role in (
+        Role("model", "models", "any"),
         Role("replicate", "batch", "whole"),
         Role("data", "batch", "zero", takes_rest=True),
         Role("depth", "batch", "whole"),

@@ -23,8 +23,9 @@ from safetensors.torch import save_file
 
 import autopar
 from autopar.measure.local_processes import LocalProcesses, RankError
+from autopar.verification.float64 import exact
 from planner.plan.plan import Plan
-from tests.autopar import by_hand, checkpoints, faces, whole_parameters, workers
+from tests.autopar import by_hand, checkpoints, compiled, faces, stacked, whole_parameters, workers
 
 pytestmark = pytest.mark.processes
 
@@ -77,6 +78,14 @@ MICRO_BATCHED_PLANS: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
+COMPILED: list[tuple[str, dict[str, Any], float]] = [
+    ("gpt2", {"data": 2, "zero": 3, "recompute": "full"}, 0.1),
+    ("llama", {"tensor": 2, "sequence_parallel": True, "recompute": "selective"}, 0.0),
+    ("llama", {"micro_batches": 4, "pipeline": 2, "schedule": "zero_bubble", "recompute": "full"}, 0.0),
+    ("mixtral", {"expert": 2, "recompute": "full", "offload": "host"}, 0.0),
+]
+
+
 def name_of(value: object) -> str:
     if isinstance(value, dict):
         return "+".join(f"{k}{v}" for k, v in value.items())
@@ -94,6 +103,20 @@ def test_trains_as_the_original(pool: LocalProcesses, model: str, pin: dict[str,
     document = workers.plan_exactly(model, pin, ranks)
     losses = pool.run(workers.trains_alike, model, document, ranks=ranks)
     assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("model, pin, dropout", COMPILED, ids=name_of)
+def test_trains_compiled(pool: LocalProcesses, model: str, pin: dict[str, Any], dropout: float) -> None:
+    """However deep a model is: of two blocks alike each has the segments of one."""
+    with exact():
+        document = workers.plan_of(model, pin, 2, dropout)
+    found = pool.run(compiled.trains_compiled, model, document, dropout, ranks=2)
+    assert all(0 < each.segments <= each.graphs for each in found)
+
+
+def test_deep_models_compile_as_often_as_shallow_ones_and_find_their_code_on_disk(pool: LocalProcesses) -> None:
+    segments, graphs, _ = pool.run(compiled.compiles_once, 4, torch.float64, ranks=1)[0]
+    assert pool.run(compiled.compiles_once, 8, torch.float64, ranks=1)[0] == (segments, graphs, 0)
 
 
 def test_trains_with_rows_in_flight(pool: LocalProcesses) -> None:
@@ -274,6 +297,7 @@ ALONE = [
     (workers.refuses_what_differs_between_ranks, 2),
     (workers.layers_compute_the_whole, 2),
     (workers.raises_on_every_rank, 2),
+    (stacked.trains_members_on_ranks, 2),
 ]
 
 
