@@ -258,6 +258,42 @@ class ParallelModule(Fronts):
             self.offload.early.update_by(made)
         return made
 
+    def accumulate_gradients_in(self, dtype: torch.dtype) -> None:
+        """Add gradients of parameters in bfloat16 or float16 up in a wider dtype: those of the micro-batches of a step,
+        and those of several calls of backward, until they are set to ``None``.
+
+        What a step adds up is rounded once to the parameter's dtype, in which ranks reduce it and plans price it;
+        ``parameter.grad`` is in the wider one. It is for optimizers with ``master_dtype``. Plans do not count the wider
+        gradients: they take so many bytes more for each element, as parameters are used and as they are stored.
+
+        Args:
+            dtype: e.g. ``torch.float32``.
+
+        Raises:
+            InputError: it does not hold what gradients do; there are some in another one; or they have their home
+                beside the device.
+        """
+        if self.offload is not None:
+            raise InputError(
+                "the plan keeps gradients beside the device, where they are added up in the dtype of their parameter: "
+                "plan with pin={'offload': 'none'}, or convert the model to a wider dtype before it is planned"
+            )
+        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        for name, parameter in trained.items():
+            if torch.promote_types(parameter.dtype, dtype) != dtype:
+                raise InputError(
+                    f"gradients are to be added up in {dtype}, which does not hold those of {name} in "
+                    f"{parameter.dtype}: give a wider dtype, e.g. torch.float32"
+                )
+            if parameter.grad is not None and parameter.grad.dtype != dtype:
+                raise InputError(
+                    f"gradients are to be added up in {dtype}, and {name} has one in {parameter.grad.dtype}: call this "
+                    "before the first backward, or after zero_grad()"
+                )
+        self.state.gradient_dtype = dtype
+        for parameter in trained.values():
+            parameter.grad_dtype = dtype
+
     def _owned(self, parameters: Mapping[str, nn.Parameter]) -> list[Owned]:
         """Who steps each of these parameters that is cut, where an optimizer steps whole ones.
 
