@@ -2,7 +2,8 @@
 
 python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
                      [million] [rsa] [integrations] [exporters] [pipeline] [schedules] [transfer schedule] [offload]
-                     [tables] [cached] [fuzz [files]] [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
+                     [tables] [cached] [fleet] [fuzz [files]] [exact [problems [seed]]]
+                     [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -28,6 +29,7 @@ from benchmarks import (
     exact,
     exporters,
     family,
+    fleet,
     fuzz,
     integrations,
     iopddl,
@@ -709,6 +711,52 @@ def _record_cached(found: Sequence[cached_table.CachedRun], facts: dict[str, Any
     print(record.write("cached_table", "A table that is cached", notes, rows, raw, facts), flush=True)
 
 
+def fleets() -> None:
+    """Jobs that arrive on 64 GPUs under every rule, and small fleets beside what CP-SAT proves."""
+    facts = record.circumstances()
+    known = []
+    for curve in fleet.curves():
+        known.append(curve)
+        print(f"planned {curve.model}: {len(curve.steps)} step times, {curve.cpu_s:.0f} s of CPU", flush=True)
+    found = []
+    for each in fleet.arrivals(known):
+        found.append(each)
+        print(f"simulated seed {each.seed}: {each.mean_s[fleet.EVOLUTION] / 60:.1f} min", flush=True)
+    rows = [
+        {
+            "rule": name,
+            "average completion min": f"{statistics.mean(r.mean_s[name] for r in found) / 60:.1f}",
+            "over evolution": f"{statistics.mean(ratios):.2f}",
+            "of all seeds": f"{min(ratios):.2f} to {max(ratios):.2f}",
+            "evolution is faster in": f"{sum(ratio > 1 for ratio in ratios)} of {len(found)}",
+            "moves": f"{statistics.mean(r.moves[name] for r in found):.0f}",
+            "devices busy": f"{statistics.mean(r.busy[name] for r in found):.0%}",
+        }
+        for name in found[0].mean_s
+        for ratios in [[r.mean_s[name] / r.mean_s[fleet.EVOLUTION] for r in found]]
+    ]
+    small = [*fleet.small_fleets(known)]
+    proved = [r for r in small if r.exact_s is not None and r.bound_s >= r.exact_s * (1 - fleet.GAP)]
+    over = {r.seed: r.mean_s[fleet.EVOLUTION] / r.bound_s - 1 for r in proved}
+    at_once = [ratio for seed, ratio in over.items() if seed % 2 == 0]
+    solving_s = statistics.mean(r.cpu_s for r in small)
+    notes = (
+        f"{fleet.JOBS} jobs arrive at random on 64 H100 in {fleet.NODES} nodes, in {len(found)} seeds: training of "
+        f"{' or '.join(fleet.MODELS)} on sequences of {fleet.SEQUENCE:,}, with limits of the batch between 16 and "
+        f"{fleet.BATCHES[1]:,} and step times from plans; a move takes {fleet.RESTART_S:g} s and the state over the "
+        "network. Rules know a job when it arrives, and how many samples remain. Fixed sizes of the first two are the "
+        "most devices at which a job is at least half as efficient as on its fewest. The search takes "
+        f"{statistics.mean(r.cpu_s for r in found):.1f} CPU seconds a seed. Of {len(small)} fleets of "
+        f"{fleet.SMALL_JOBS} jobs on one node, half of them at once, CP-SAT proves {len(proved)} to a thousandth ("
+        f"{solving_s:.1f} CPU seconds on average, {fleet.LIMIT_S:g} s of work at most). There the search, which knows "
+        f"no arrivals, is {statistics.mean(over.values()):.1%} over the bound on average, {max(over.values()):.1%} at "
+        f"most, and within 5 % in {sum(each <= 0.05 for each in over.values())}; where jobs arrive at once "
+        f"{max(at_once):.1%} at most."
+    )
+    raw = {"curves": [*map(asdict, known)], "arrivals": [*map(asdict, found)], "small": [*map(asdict, small)]}
+    print(record.write("fleet", "Fleets", notes, rows, raw, facts), flush=True)
+
+
 def transfer_schedules() -> None:
     """Bytes that planned transfer schedules move beside those of other rules."""
     facts = record.circumstances()
@@ -824,6 +872,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "transfer_schedule": transfer_schedules,
     "tables": placements,
     "cached": cached,
+    "fleet": fleets,
     "offload": offloads,
     "gpu_offload": gpu_offloads,
     "gpu_steps": gpu_steps,
