@@ -9,16 +9,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autopar.arrays.array import array
+    from autopar.checkpoint.elastic import ElasticRun
     from autopar.checkpoint.export import export_safetensors
+    from autopar.checkpoint.live import hold, reshard
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
     from autopar.driver.further import plan_inputs
     from autopar.driver.lint import lint
     from autopar.driver.parallelize import parallelize
     from autopar.driver.plan import evaluate, plan
+    from autopar.driver.replan import replan
     from autopar.functions.register import register
     from autopar.operators.delink import delink
     from autopar.operators.experts import experts
+    from autopar.runtime.optim.lamb import Lamb
+    from autopar.runtime.optim.lars import Lars
+    from autopar.runtime.optim.norms import whole_norms
     from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
     from autopar.verification.verify import verify
     from planner.base.errors import (
@@ -45,17 +52,22 @@ _LAZY = {
     "ClusterError": "planner.base.errors",
     "ClusterSpec": "planner.cost.cluster",
     "ConfigError": "planner.base.errors",
+    "ElasticRun": "autopar.checkpoint.elastic",
     "EmbeddingTable": "planner.tables.embedding_table",
     "InfeasibleError": "planner.base.errors",
     "InputError": "planner.base.errors",
+    "Lamb": "autopar.runtime.optim.lamb",
+    "Lars": "autopar.runtime.optim.lars",
     "PinError": "planner.base.errors",
     "Plan": "planner.plan.plan",
     "PlanError": "planner.base.errors",
     "PlanWarning": "planner.base.errors",
+    "array": "autopar.arrays.array",
     "delink": "autopar.operators.delink",
     "evaluate": "autopar.driver.plan",
     "experts": "autopar.operators.experts",
     "export_safetensors": "autopar.checkpoint.export",
+    "hold": "autopar.checkpoint.live",
     "lint": "autopar.driver.lint",
     "load_checkpoint": "autopar.checkpoint.load",
     "parallelize": "autopar.driver.parallelize",
@@ -64,8 +76,11 @@ _LAZY = {
     "plan_inputs": "autopar.driver.further",
     "predict_cache": "planner.tables.cached_rows",
     "register": "autopar.functions.register",
+    "replan": "autopar.driver.replan",
+    "reshard": "autopar.checkpoint.live",
     "save_checkpoint": "autopar.checkpoint.save",
     "verify": "autopar.verification.verify",
+    "whole_norms": "autopar.runtime.optim.norms",
 }
 
 __all__ = [
@@ -75,17 +90,22 @@ __all__ = [
     "ClusterError",
     "ClusterSpec",
     "ConfigError",
+    "ElasticRun",
     "EmbeddingTable",
     "InfeasibleError",
     "InputError",
+    "Lamb",
+    "Lars",
     "PinError",
     "Plan",
     "PlanError",
     "PlanWarning",
+    "array",
     "delink",
     "evaluate",
     "experts",
     "export_safetensors",
+    "hold",
     "lint",
     "load_checkpoint",
     "parallelize",
@@ -94,8 +114,11 @@ __all__ = [
     "plan_inputs",
     "predict_cache",
     "register",
+    "replan",
+    "reshard",
     "save_checkpoint",
     "verify",
+    "whole_norms",
 ]
 __version__ = "0.1.0"
 

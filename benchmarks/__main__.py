@@ -1,9 +1,9 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
-                     [million] [rsa] [integrations] [exporters] [pipeline] [schedules] [transfer schedule] [offload]
-                     [tables] [cached] [fleet] [fuzz [files]] [exact [problems [seed]]]
-                     [gpu_steps] [gpu_offload] [gpu_largest]
+python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [observed] [published] [runs] [imitated]
+                     [family] [iopddl] [memory] [million] [rsa] [integrations] [exporters] [pipeline] [schedules]
+                     [transfer schedule] [offload] [compiled] [tables] [cached] [elastic] [fleet] [fuzz [files]]
+                     [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -23,20 +23,25 @@ from typing import Any, get_args
 
 import torch
 
+from autopar.measure.profile import measured_cluster, profile
 from benchmarks import (
     cached_table,
+    compiled,
     context,
+    elastic,
     exact,
     exporters,
     family,
     fleet,
     fuzz,
+    imitated,
     integrations,
     iopddl,
     largest,
     memory,
     memory_micro_batched,
     million,
+    observed,
     offload,
     one_gpu,
     pipeline,
@@ -65,6 +70,7 @@ EXPERT_CASES = tuple(
     step_time.Case("expert", ranks, heap, steps=32) for ranks in (2, 4) for heap in ("default", "kept")
 )
 SHARD_CASES = tuple(step_time.Case(kind, ranks) for kind in ("zero 2", "zero 3") for ranks in (2, 4))
+COMPILED_CASES = tuple(compiled.Case(kind, 2) for kind in compiled.KINDS)
 THEIRS = {
     "data": "DDP",
     "zero 2": "fully_shard, kept",
@@ -224,6 +230,45 @@ def steps(name: str, title: str, cases: Sequence[step_time.Case]) -> None:
     print(record.write(name, title, notes, rows, [asdict(r) for r in results], facts), flush=True)
 
 
+def compiled_blocks() -> None:
+    """Compiled blocks beside eager ones and beside torch's, and what compiling takes by depth."""
+    facts = record.circumstances()
+    found = []
+    for case in COMPILED_CASES:
+        found.append(compiled.compare(case))
+        print(f"stepped {case.kind}: {found[-1].cpu_ratio('eager'):.3f} of eager", flush=True)
+    depths = compiled.depths()
+    rows = [
+        {
+            "plan": ", ".join(f"{k}={v}" for k, v in r.case.pin.items()),
+            "theirs": THEIRS[r.case.kind],
+            "graphs": str(r.graphs),
+            **{f"{side} s": f"{statistics.median(r.wall_s[side]):.3f}" for side in compiled.SIDES},
+            "of eager": f"{r.ratio('eager'):.3f}",
+            "of theirs": f"{r.ratio('theirs'):.3f}",
+            **{f"{side} CPU s": f"{statistics.median(r.cpu_s[side]):.3f}" for side in compiled.SIDES},
+            "CPU of eager": f"{r.cpu_ratio('eager'):.3f}",
+            "CPU of theirs": f"{r.cpu_ratio('theirs'):.3f}",
+            "loss differs by": f"{r.loss_difference:.1e}",
+        }
+        for r in found
+    ]
+    shape = found[0].case.shape
+    taken = "; ".join(
+        f"{d.layers} layers: {d.compile_s:.1f} s, {d.again_s:.1f} s again, {d.graphs} graphs" for d in depths
+    )
+    sizes = f"{shape.layers} layers of width {shape.hidden}, {shape.vocab} tokens of vocabulary"
+    notes = (
+        f"One training step (forward, backward, fused AdamW) of a Llama on local gloo processes: {sizes}, "
+        f"{shape.batch} x {shape.sequence} tokens, float32: "
+        "ours with compiled and with eager blocks, and torch's own with every layer under `torch.compile`. Medians of "
+        f"{compiled.STEPS} steps, taken in turns in one run; CPU seconds are those of the busiest rank. CPU seconds of "
+        f"compiling a narrow Llama with inductor's cache empty, and again with what that left there: {taken}."
+    )
+    raw = {"steps": [asdict(r) for r in found], "depths": [asdict(d) for d in depths]}
+    print(record.write("compiled", "Compiled blocks", notes, rows, raw, facts), flush=True)
+
+
 def attended() -> None:
     """Ways to attend over a sharded sequence."""
     facts = record.circumstances()
@@ -352,6 +397,22 @@ def published_runs() -> None:
     print(record.write("published", "Published runs", notes, rows, raw, facts), flush=True)
 
 
+def observed_steps() -> None:
+    """Intervals of predictions that observed steps correct, beside what was held out."""
+    facts = record.circumstances()
+    cluster = measured_cluster(profile(observed.RANKS))
+    rows = observed.held_out(observed.observe(cluster))
+    notes = (
+        f"GPTs written by hand, of {len(observed.SHAPES)} shapes (layers x width), train on {observed.RANKS} local "
+        f"gloo processes, {observed.STEPS} steps each, every second one under torch's profiler; the machine was "
+        "profiled before. Each model in turn is held out: what was observed of the others corrects its predictions "
+        "and gives their intervals. Rows are distinct blocks forward and backward, and kinds of collectives; *off by* "
+        f"is the median factor. {observed.told(rows)}."
+    )
+    raw = [asdict(row) for row in rows]
+    print(record.write("observed", "Observed steps", notes, observed.table(rows), raw, facts), flush=True)
+
+
 def planned() -> None:
     """Published configurations as the planner prices them."""
     facts = record.circumstances()
@@ -369,6 +430,27 @@ def planned() -> None:
     )
     raw = [{name: value for name, value in asdict(each).items() if name != "plan_s"} for each in found]
     print(record.write("planned_runs", "Planned runs", notes, planned_runs.table(found), raw, facts), flush=True)
+
+
+def imitated_stacks() -> None:
+    """Published runs of modern stacks, priced as what their software does."""
+    facts = record.circumstances()
+    sets = {"looked at": imitated.RUNS, "held out": imitated.HELD_OUT}
+    found = {name: imitated.runs(rows) for name, rows in sets.items()}
+    told = "; ".join(f"{name}: {imitated.errors(each)}" for name, each in found.items())
+    notes = "\n\n".join(
+        [
+            "Step times and peaks of published runs of torchtitan, and what the planner predicts where the cluster's "
+            f"`software` says what that stack compiles and overlaps (`benchmarks/imitated.py`). {told}.",
+            f"{imitated.DIFFERS}.",
+        ]
+    )
+    rows = [{"set": name, **row} for name, each in found.items() for row in imitated.table(sets[name], each)]
+    raw = {
+        name: [{key: value for key, value in asdict(run).items() if key != "plan_s"} for run in each]
+        for name, each in found.items()
+    }
+    print(record.write("imitated", "Imitated stacks", notes, rows, raw, facts), flush=True)
 
 
 def mixtures() -> None:
@@ -678,6 +760,31 @@ def cached() -> None:
             _record_cached(found, facts)
 
 
+def moved() -> None:
+    """A run that goes on with 3 of 4 processes: from memory, and through a checkpoint."""
+    facts = record.circumstances()
+    with tempfile.TemporaryDirectory() as folder:
+        found = elastic.runs(Path(folder))
+    columns = {"emptying the rank": "hold_s", "all": "live_s", "save": "save_s", "load": "load_s"}
+    rows = [
+        {
+            "state MB": f"{r.state_bytes / 1e6:.0f}",
+            "sent MB": f"{r.sent_bytes / 1e6:.1f}",
+            **{f"{name} s": f"{getattr(r, column):.2f}" for name, column in columns.items()},
+            "memory / files": f"{r.live_s / (r.save_s + r.load_s):.2f}",
+        }
+        for r in found
+    ]
+    notes = (
+        f"{elastic.LAYERS} pairs of linear layers of {elastic.WIDTH} features with Adam, sharded over "
+        f"{elastic.RANKS[0]} processes (ZeRO 3), go on sharded over {elastic.RANKS[1]} of them. *From memory*: "
+        "`autopar.hold(leaving=...)` sends what only the rank that leaves holds to the others' hosts, and "
+        "`autopar.reshard` fills a module of the other plan. *Through files*: `save_checkpoint` and `load_checkpoint` "
+        "of the same run. Seconds until the slowest rank is done."
+    )
+    print(record.write("elastic", "Going on with other ranks", notes, rows, [*map(asdict, found)], facts), flush=True)
+
+
 def _record_cached(found: Sequence[cached_table.CachedRun], facts: dict[str, Any]) -> None:
     rows = [
         {
@@ -838,10 +945,8 @@ def optima(problems: int = exact.PROBLEMS, seed: int = 0) -> None:
         "limits around what its fastest plan needs. Brute force prices every plan: stages, micro-batches, schedules, "
         "virtual stages, meshes, strategies, cuts, every block's level of recomputation, when parameters are gathered. "
         "*missed*: said to be optimal, and something is faster; *bound*, *row*: a bound of all plans, or of one "
-        "configuration's, that a plan is below; *refused*: something fits. *Sum*: it holds of plans that fit by a sum "
-        "of bytes, in a search that knows no other memory; *indivisible*: refused since the devices divide no size of "
-        "the model; *home*: it holds of plans with model data on the device; *offload*: its home is pinned to the "
-        f"host. Seeds from {seed} on: {found}."
+        "configuration's, that a plan is below. *Home*: it holds of plans with model data on the device; *offload*: "
+        f"its home is pinned to the host. Seeds from {seed} on: {found}."
     )
     raw = {**vars(found), "violations": [asdict(each) for each in found.violations]}
     print(record.write("exact", "Exactness", notes, exact.table(found), raw, facts), flush=True)
@@ -854,11 +959,14 @@ PARTS: dict[str, Callable[[], None]] = {
     "step": partial(steps, "step_time", "Step time", STEP_CASES),
     "stages": partial(steps, "stages", "Step time of pipelines", STAGE_CASES),
     "experts": partial(steps, "experts", "Step time of experts", EXPERT_CASES),
+    "compiled": compiled_blocks,
     "context": attended,
     "shards": partial(steps, "shards", "Step time of sharded parameters", SHARD_CASES),
     "predicted": predictions,
     "published": published_runs,
+    "observed": observed_steps,
     "runs": planned,
+    "imitated": imitated_stacks,
     "mixtures": mixtures,
     "million": million_tokens,
     "rsa": ring_self_attention,
@@ -872,6 +980,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "transfer_schedule": transfer_schedules,
     "tables": placements,
     "cached": cached,
+    "elastic": moved,
     "fleet": fleets,
     "offload": offloads,
     "gpu_offload": gpu_offloads,

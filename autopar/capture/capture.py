@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import NoneType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.utils._pytree as pytree
@@ -50,6 +50,14 @@ from planner.base.errors import CaptureError, InputError
 LossFn = Callable[..., torch.Tensor]
 ONLY = "output"
 """The name of the only output of a model."""
+
+
+@runtime_checkable
+class WritesProgram(Protocol):
+    """A model that captures another one to write its own forward, once for inputs of one form."""
+
+    def write_program(self, *args: Any, **kwargs: Any) -> None:
+        """Write the program of these inputs."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +203,8 @@ def capture(
     walk, device = ModuleWalk(whole), _device_of(model)
     # Export takes one tensor passed twice (labels=input_ids) for one input; copies keep them apart.
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(device, copy=True), (args, kwargs))
+    if isinstance(model, WritesProgram):
+        model.write_program(*args, **kwargs)  # here, since no export may run inside another
     if fold and not _keeps_statistics(walk):
         # Where folding fails, capturing the whole either succeeds or says why in terms of the model alone.
         with contextlib.suppress(NotFoldable, CaptureError):

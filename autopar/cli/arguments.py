@@ -100,14 +100,15 @@ def _count(text: str, whole: str, example: str) -> int:
 
 
 def read_pins(texts: Sequence[str]) -> dict[str, Any]:
-    """``["data=2", "sequence_parallel=true"]`` or ``["data=2,tensor=4"]``; values are JSON, or plain words.
+    """``["data=2", "sequence_parallel=true"]`` or ``["tensor=[2,2],depth=2"]``; values are JSON, or plain words.
 
     Raises:
         PinError: no ``=``, a name twice, or what starts like JSON and is not.
     """
     pins: dict[str, Any] = {}
-    several = re.compile(r"\w+=\w+(,\w+=\w+)+")
-    split = [part for text in texts for part in (text.split(",") if several.fullmatch(text) else [text])]
+    each = r"\w+=(\w+|\[[\w,\s]*\])"
+    several = re.compile(f"{each}(,{each})+")
+    split = [part for text in texts for part in (re.split(r",(?=\w+=)", text) if several.fullmatch(text) else [text])]
     for text in split:
         name, equals, value = text.partition("=")
         if not equals or not name or not value:

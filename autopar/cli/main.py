@@ -285,6 +285,44 @@ def export_plan(
 
 
 @app.command()
+def launch(
+    plan: PlanFile,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- SCRIPT ...", help="A script of Python, and its arguments.")
+    ] = None,
+    on: Annotated[str, typer.Option(metavar="LAUNCHER", help="torchrun, slurm or kubernetes.")] = "torchrun",
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Machines, if not units of the plan's innermost level.", show_default=False),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Of the job.")] = "train",
+    image: Annotated[str, typer.Option(help="Of the container, on Kubernetes.")] = "",
+    topology: Annotated[
+        str, typer.Option(metavar="LABEL", help="Of machines in one part of the network, on Kubernetes.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="Write it here.")] = None,
+) -> None:
+    """Write what starts a plan's processes on machines, in the order of its ranks."""
+    _check_writable(out)
+    with _status("reading the plan"):
+        from planner.launch.job import job
+        from planner.launch.launchers import launched, launcher_of
+        from planner.plan.plan import Plan
+
+        launcher, found = launcher_of(on), Plan.load(plan)
+        stages = 1 if found.pipeline is None else found.pipeline.ranks
+        started = job(
+            *(found.cluster, found.mesh, stages, command or ()), name=name, nodes=nodes, image=image, topology=topology
+        )
+        text = launched(launcher, started)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    out.write_text(text, encoding="utf-8")
+    typer.echo(f"written: {out}; {launcher.start.format(file=out)}", err=True)
+
+
+@app.command()
 def lint(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="A configuration of Megatron-LM, torchtitan, DeepSpeed and so on.")
@@ -427,9 +465,16 @@ def profile(
     cluster: Annotated[
         Path | None, typer.Option("--cluster", "-c", help="Write a description of this machine that refers to it here.")
     ] = None,
+    observed: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Measure nothing: correct prices by what pmodel.compare().save(...) wrote."),
+    ] = None,
 ) -> None:
     """Measure this machine, so that plans for it are priced by what it does."""
     _check_writable(out, cluster)
+    if observed:
+        _correct(observed, out, cluster)
+        return
     with _status("importing torch") as say:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the processes
         from autopar.measure import profile as profiling
@@ -439,6 +484,24 @@ def profile(
         spec = profiling.measured_cluster(found)
     found.save(out)
     typer.echo(spec.describe())
+    typer.echo(f"written: {out}", err=True)
+    if cluster is not None:
+        spec.save(cluster, calibration=out)
+        typer.echo(f"written: {cluster}; plan with --cluster {cluster}", err=True)
+
+
+def _correct(observed: list[Path], out: Path, cluster: Path | None) -> None:
+    """Write the calibration that some records of steps come to."""
+    from planner.cost.correction import CONFIDENCE
+    from planner.plan.comparison import Comparison, recalibrated
+
+    spec = recalibrated([Comparison.load(path) for path in observed])
+    assert spec.calibration is not None
+    for each in spec.calibration.corrections:
+        ends = each.factors
+        within = "" if ends is None else f", {CONFIDENCE:.0%} within {ends[0] - 1:+.0%} and {ends[1] - 1:+.0%} of that"
+        typer.echo(f"{each.work}: {each.ratio:.2f} times as long as was predicted ({each.count} observed{within})")
+    spec.calibration.save(out)
     typer.echo(f"written: {out}", err=True)
     if cluster is not None:
         spec.save(cluster, calibration=out)

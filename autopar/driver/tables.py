@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autopar.driver.arguments import say
 from autopar.driver.trace import Traced
-from planner.base.errors import ClusterError, InfeasibleError, PinError
+from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_seconds
 from planner.base.globs import is_of
 from planner.cost.cluster import ClusterSpec
@@ -46,7 +46,6 @@ def with_tables(
     Raises:
         PinError: pins are of tables that the model does not have, or that have not the dimensions that are pinned.
         InfeasibleError: neither fits.
-        ClusterError: tables are pinned to slabs, and the cluster is none that the model can be planned on.
     """
     is_pinned = bool(pins.tables) or pins.sizes.get("table", 1) > 1
     found = left_open(traced, pins)
@@ -66,7 +65,7 @@ def with_tables(
     say(progress, f"planning with {len(tables.in_slabs)} embedding tables in slabs")
     try:
         placed = search(traced.placing(tables, cluster), each_s)
-    except (ClusterError, InfeasibleError) as refused:
+    except InfeasibleError as refused:
         if plain is None:
             raise error or refused from refused
         say(progress, "in slabs nothing fits")

@@ -10,7 +10,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,14 @@ from autopar.runtime.data.batch_share import BatchShare
 from autopar.runtime.data.loader import DistributedDataLoader
 from autopar.runtime.data.sampler import DistributedBatchSampler
 from autopar.runtime.host.gradient_buckets import Buckets
+from autopar.runtime.layers.segment import Compilation, Compiler, segments_in
 from autopar.runtime.offload.block_hooks import parts_at_home
 from autopar.runtime.offload.early_update import check_separate
 from autopar.runtime.offload.executor import OffloadExecutor
 from autopar.runtime.optim.gradients import Holders, know_each_other
 from autopar.runtime.optim.optimizer import Groups, StateKeeper, expect_state, make_optimizer
+from autopar.runtime.optim.owners import Owned, owned
+from autopar.runtime.optim.parts import is_cut, local
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.pipeline.stage import programs_in
 from autopar.runtime.pipeline.trace import observed, save_together
@@ -48,9 +51,12 @@ from autopar.runtime.spmd.pretrained import save_pretrained
 from autopar.runtime.spmd.programs import Emitted, Maker, Programs
 from autopar.runtime.spmd.run_state import RunState
 from autopar.runtime.spmd.state_dict import on_all_stages, part_like, slabs_like, whole_tensors
+from autopar.runtime.spmd.step_observer import Seen, StepObserver
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import sizes_text
 from planner.ir.layout import Mesh
+from planner.plan.comparison import Comparison, compare
+from planner.plan.document.document import Document
 from planner.plan.timeline import StepTimeline
 
 Program = GraphModule | PipelineStep
@@ -78,6 +84,7 @@ class ParallelModule(Fronts):
         offload: moves parameters and gradients between tiers, if they move.
         maker: makes programs for these; ``None``: there are none.
         slabs: parameters that hold several of the original's.
+        compiler: of blocks, if they are compiled.
     """
 
     _is_accelerate_prepared = True  # for accelerate and its Trainer: this is not to be wrapped, moved or sharded
@@ -101,13 +108,16 @@ class ParallelModule(Fronts):
         offload: OffloadExecutor | None = None,
         maker: Maker | None = None,
         slabs: tuple[Slabs, ...] = (),
+        compiler: Compiler | None = None,
     ):
         super().__init__()
         self.offload, self._state_bytes = offload, state_bytes
-        self.slabs = slabs
+        self.slabs, self.compiler = slabs, compiler
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
         self.state, self.pipeline = state, pipeline
         self.data_agreement: DataAgreement | None = None  # of ranks that are processes
+        self.planned: Document | None = None
+        self._seen: Seen | None = None
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
         tensors: dict[str, Tensor] = {}
         constants: dict[str, Tensor] = {}
@@ -163,6 +173,11 @@ class ParallelModule(Fronts):
         return self._programs.form
 
     @property
+    def compilation(self) -> Compilation | None:
+        """What was compiled so far, and what does not compile, if blocks are compiled: each is when it first runs."""
+        return None if self.compiler is None else self.compiler.done
+
+    @property
     def names(self) -> Mapping[str, str]:
         """Every parameter and buffer name of the original model -> the first name of that tensor."""
         return self._everywhere
@@ -177,6 +192,7 @@ class ParallelModule(Fronts):
         make: Callable[..., Any],
         groups: Groups = (),
         *,
+        only: Callable[[str, nn.Parameter], bool] | None = None,
         master_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> Any:
@@ -189,8 +205,15 @@ class ParallelModule(Fronts):
         Of a plan that updates in backward (pin ``update``), ``backward()`` updates what has its home on the host,
         and ``step()`` only ends the step: there is nothing to clip or unscale between them.
 
+        Where ranks hold parts of parameters, an optimizer that updates every element by itself steps these; so does one
+        that goes by norms of whole parameters (:class:`autopar.Lamb`, :class:`autopar.Lars`). One that needs whole
+        parameters (``torch.optim.Muon``, ``torch.optim.Adafactor``) has each of them gathered on one of these ranks,
+        which steps it and has its state; every rank must call its ``state_dict()``.
+
         Args:
             make: the optimizer's class, e.g. ``torch.optim.AdamW``.
+            only: which parameters it is for, by name and parameter, where others have an optimizer of their own, e.g.
+                ``lambda name, p: p.ndim == 2 and "embed" not in name`` for Muon.
             groups: parameters that have options of their own, by patterns of their names:
                 ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``. A parameter is in the first group that
                 takes any of its names; those that none takes come first, in ``param_groups[0]``.
@@ -203,23 +226,27 @@ class ParallelModule(Fronts):
             options: of the optimizer.
 
         Raises:
-            InputError: ranks hold parts of the model, and the optimizer is not elementwise, so that it would update a
-                part otherwise than the whole; a pattern matches no parameter; masters of ``master_dtype`` do not hold
-                what parameters do, or the optimizer cannot step them; or the plan updates in backward, and the
-                optimizer does not update each parameter by itself.
+            InputError: ranks hold parts of the model, and the optimizer updates neither every element nor every
+                parameter by itself; or it needs whole ones, and the plan keeps them elsewhere; a pattern matches no
+                parameter; masters of ``master_dtype`` do not hold what parameters do, or the optimizer cannot step
+                them; or the plan updates in backward, and the optimizer does not update each parameter by itself.
             InfeasibleError: by ``step()``, or where that updates by ``backward()``: the disk has no room for the state.
                 The step is made, and the next one tries again.
         """
         buffers = {leaf.name for leaf in self._leaf_names.values() if leaf.kind == "buffer"}
+        parameters = {self._everywhere[name]: parameter for name, parameter in self.named_parameters()}
+        if only is not None:
+            parameters = {name: parameter for name, parameter in parameters.items() if only(name, parameter)}
         made = make_optimizer(
             make,
-            {self._everywhere[name]: parameter for name, parameter in self.named_parameters()},
+            parameters,
             {name: first for name, first in self._everywhere.items() if first not in buffers},
-            {name: each.name for each in self.slabs for name in each.tables},
-            self.pipeline is not None or any(_is_cut(parameter) for parameter in self.parameters()),
+            {name: each.name for each in self.slabs if each.name in parameters for name in each.tables},
+            self.pipeline is not None or any(is_cut(parameter) for parameter in self.parameters()),
             groups,
             options,
             master_dtype,
+            partial(self._owned, parameters),
         )
         if master_dtype is not None:
             expect_state(made, self._state_bytes)
@@ -231,6 +258,58 @@ class ParallelModule(Fronts):
             self.offload.early.update_by(made)
         return made
 
+    def accumulate_gradients_in(self, dtype: torch.dtype) -> None:
+        """Add gradients of parameters in bfloat16 or float16 up in a wider dtype: those of the micro-batches of a step,
+        and those of several calls of backward, until they are set to ``None``.
+
+        What a step adds up is rounded once to the parameter's dtype, in which ranks reduce it and plans price it;
+        ``parameter.grad`` is in the wider one. It is for optimizers with ``master_dtype``. Plans do not count the wider
+        gradients: they take so many bytes more for each element, as parameters are used and as they are stored.
+
+        Args:
+            dtype: e.g. ``torch.float32``.
+
+        Raises:
+            InputError: it does not hold what gradients do; there are some in another one; or they have their home
+                beside the device.
+        """
+        if self.offload is not None:
+            raise InputError(
+                "the plan keeps gradients beside the device, where they are added up in the dtype of their parameter: "
+                "plan with pin={'offload': 'none'}, or convert the model to a wider dtype before it is planned"
+            )
+        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        for name, parameter in trained.items():
+            if torch.promote_types(parameter.dtype, dtype) != dtype:
+                raise InputError(
+                    f"gradients are to be added up in {dtype}, which does not hold those of {name} in "
+                    f"{parameter.dtype}: give a wider dtype, e.g. torch.float32"
+                )
+            if parameter.grad is not None and parameter.grad.dtype != dtype:
+                raise InputError(
+                    f"gradients are to be added up in {dtype}, and {name} has one in {parameter.grad.dtype}: call this "
+                    "before the first backward, or after zero_grad()"
+                )
+        self.state.gradient_dtype = dtype
+        for parameter in trained.values():
+            parameter.grad_dtype = dtype
+
+    def _owned(self, parameters: Mapping[str, nn.Parameter]) -> list[Owned]:
+        """Who steps each of these parameters that is cut, where an optimizer steps whole ones.
+
+        Raises:
+            InputError: they are at home beside the device.
+        """
+        if self.offload is not None:
+            raise InputError(
+                "the optimizer needs whole parameters, which are gathered on one rank each, and the plan keeps "
+                "parameters beside the device: plan with pin={'offload': 'none'}, or take an optimizer that updates "
+                "every element by itself (AdamW, SGD ...) or goes by norms (autopar.Lamb, autopar.Lars)"
+            )
+        layouts = [self._leaf_names[name].layout for name in parameters]
+        stored = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor)]
+        return owned(stored, layouts, self.mesh, self.rank)
+
     def print_code(self) -> None:
         """Print the emitted Python: each distinct block once, then the root that calls them."""
         print(self.code())
@@ -241,7 +320,8 @@ class ParallelModule(Fronts):
             programs = self.program.programs
         else:
             programs = [*programs_in(self.program), ("root", self.program)]
-        return "\n\n\n".join(_readable(module.code, name) for name, module in programs) + "\n"
+        segments = {name: each.program for _, module in programs for name, each in segments_in(module)}
+        return "\n\n\n".join(_readable(module.code, name) for name, module in [*segments.items(), *programs]) + "\n"
 
     def load(self) -> ExpertLoad:
         """How many tokens went to each expert in the last calls of experts; every rank must call it.
@@ -268,6 +348,54 @@ class ParallelModule(Fronts):
                 "runs. torch.profiler records such a step; pin micro_batches for a micro-batched step"
             )
         return observed(self.program.spec.recorder, self.pipeline)
+
+    @contextmanager
+    def observe(self) -> Iterator[None]:
+        """Observe the steps inside, for :meth:`compare`: ``with pmodel.observe(): ...``; every rank does.
+
+        Every second step runs under torch's profiler, which knows what collectives take; the others time blocks.
+
+        Raises:
+            InputError: the plan runs micro-batches.
+        """
+        if isinstance(self.program, PipelineStep):
+            raise InputError(
+                "blocks of micro-batched steps are not observed: pmodel.timeline() shows such a step, action by action"
+            )
+        blocks = [module for name, module in programs_in(self.program) if not name.endswith("_again")]
+        observer = StepObserver(self.program, blocks, self._device)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        observer.start()
+        try:
+            yield
+        finally:
+            self._seen = observer.stop()
+
+    def compare(self, optimizer: torch.optim.Optimizer | None = None) -> Comparison:
+        """What the observed steps took on this rank beside what the plan predicts: seconds of every distinct block and
+        of every kind of collective, with standard errors, and bytes by use.
+
+        ``pmodel.compare().save("run.json")`` writes it for ``autopar profile --from run.json``, by which the next plan
+        is priced. The peak of memory is observed on GPUs; on CPUs :func:`autopar.verify` counts it.
+
+        Args:
+            optimizer: whose state is compared, too.
+
+        Raises:
+            InputError: nothing was observed, see :meth:`observe`.
+        """
+        if self._seen is None or self.planned is None or not self._seen.blocks:
+            raise InputError("no step was observed: run some inside of `with pmodel.observe():` first, at least two")
+        memory = {"parameters": sum(map(_local_bytes, (*self.parameters(), *self.buffers())))}
+        if gradients := [each.grad for each in self.parameters() if each.grad is not None]:
+            memory["gradients"] = sum(map(_local_bytes, gradients))
+        if optimizer is not None:
+            state = (value for each in optimizer.state.values() for value in each.values())
+            memory["optimizer"] = sum(_local_bytes(value) for value in state if isinstance(value, Tensor))
+        if self._device.type == "cuda":
+            memory["peak"] = torch.cuda.max_memory_allocated()
+        return compare(self.planned, self._seen.blocks, self._seen.collectives, memory)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`timeline` for https://ui.perfetto.dev, as :meth:`planner.plan.plan.Plan.save_trace` writes the
@@ -316,6 +444,7 @@ class ParallelModule(Fronts):
             self.mesh,
             self.device_mesh,
             self.pipeline,
+            self.planned,
             self._programs.maker,
             *self._original[0].modules(),
             *groups,
@@ -535,7 +664,7 @@ class ParallelModule(Fronts):
             sizes |= {"micro-batches": self.program.spec.micro_batches.count}
         rank = dist.get_rank() if dist.is_initialized() else self.rank
         whole = sum(parameter.numel() for parameter in self._original[0].parameters())
-        here = sum(_part(parameter).numel() for parameter in self.parameters())
+        here = sum(local(parameter).numel() for parameter in self.parameters())
         return (
             f"ParallelModule({type(self._original[0]).__name__}, {whole:,} parameters, {here:,} of them on rank "
             f"{rank}; {sizes_text(sizes)}; {'train' if self.training else 'eval'} mode)"
@@ -596,14 +725,6 @@ class ParallelModule(Fronts):
         return part_like(name, value, own, leaf.layout, self.mesh, self.device_mesh, self.rank)
 
 
-def _part(parameter: Tensor) -> Tensor:
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-
-
-def _is_cut(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and any(not placement.is_replicate() for placement in parameter.placements)
-
-
 def _readable(code: str, name: str) -> str:
     """A program's text as :func:`readable`, with the runtime's functions by their own names."""
     words = "convert|(?:replicate|gather)_parameters|gather_ahead|draw|(?:enter|leave)_block"
@@ -611,3 +732,9 @@ def _readable(code: str, name: str) -> str:
     code = re.sub(r"\bautopar_runtime_layers_[a-z]+_", "layers.", code)
     code = re.sub(r"\bautopar_emit_block_program_getitem\((\w+), (\d+)\)", r"\1[\2]", code)
     return readable(code, name)
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    """Bytes of this rank's part."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()

@@ -37,6 +37,7 @@ from planner.base.units import (
     nearest,
 )
 from planner.cost.calibration import Calibration
+from planner.cost.software import OWN, Software
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -206,6 +207,7 @@ class ClusterSpec(Described):
     ``disk`` besides what those need that keep it in files (``pin={"offload": "disk"}``).
     ``expert_imbalance`` is how many rows the busiest rank has over the average, where ranks share experts: one number,
     or those of 2, 4, 8 ranks and so on, as ``pmodel.load().imbalances`` has them; left out: as many as the others.
+    ``software`` says what the stack that runs steps fuses and overlaps, where that is not autopar's runtime.
     ``overlap`` is the share of backward's computing beside which gradients can be reduced: 0 where reducing starts when
     backward is over. Left out, it is what the backend allows.
     """
@@ -216,6 +218,7 @@ class ClusterSpec(Described):
     host: Host | None = Field(default=None, examples=["{memory_bytes: 256 GB, link_bytes_per_s: 25 GB/s, ...}"])
     disk: Disk | None = Field(default=None, examples=["{memory_bytes: 3.84 TB, read_bytes_per_s: 6.5 GB/s, ...}"])
     backend: Literal["nccl", "gloo"] = Field(default="nccl", examples=["nccl"])
+    software: Software = Field(default=OWN, examples=["{compile: layers, overlaps: [gathers]}"])
     overlap: float | None = Field(default=None, ge=0, le=1, examples=["0.9"])
     expert_imbalance: Annotated[tuple[AtLeastOne, ...], FROZEN, ONE_OR_MORE] | None = Field(
         default=None, min_length=1, examples=["1.2, or [1.1, 1.2, 1.4] of 2, 4 and 8 ranks"]
@@ -483,7 +486,8 @@ class ClusterSpec(Described):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values in base units, ready for YAML or JSON."""
-        return self.model_dump(mode="json", exclude_none=True)
+        own = {"software"} if self.software == OWN else None
+        return self.model_dump(mode="json", exclude_none=True, exclude=own)
 
     def describe(self) -> str:
         """A few lines for people: how many of what, and the links between them."""
@@ -505,6 +509,9 @@ class ClusterSpec(Described):
                 f"  disk {self.disk.memory_bytes / 1e12:.4g} TB per device, read at "
                 f"{self.disk.read_bytes_per_s / 1e9:.4g} GB/s, written at {self.disk.write_bytes_per_s / 1e9:.4g} GB/s"
             )
+        if self.software != OWN:
+            stated = self.software.model_dump(mode="json", exclude_defaults=True)
+            lines.append("  software " + ", ".join(f"{name} {_told(value)}" for name, value in stated.items()))
         unit = "devices"
         for level in self.levels:
             if level.size == 1:
@@ -515,6 +522,10 @@ class ClusterSpec(Described):
             )
             unit = f"{level.name}s"
         return "\n".join(lines)
+
+
+def _told(value: object) -> str:
+    return " and ".join(map(str, value)) if isinstance(value, list) else str(value).lower()
 
 
 def _presets() -> dict[str, Traversable]:

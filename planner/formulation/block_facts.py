@@ -5,6 +5,7 @@ Each fact is found once, from the first instance of a kind of block, and holds f
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
@@ -17,6 +18,7 @@ from planner.formulation.variables import Variable
 from planner.ir.folding import Block, Folded
 from planner.ir.graph import Node, Ref
 from planner.ops import OPS
+from planner.ops.fusion import fuse
 from planner.ops.memory_traffic import MemoryTraffic, added_places, traffic
 from planner.ops.sharding_rule import Rule
 from planner.ops.workspace import Working, working
@@ -42,6 +44,7 @@ class BlockFacts:
         self._last: dict[int, dict[Ref, int]] = {}
         self._traffic: dict[tuple[int, int, bool], MemoryTraffic] = {}
         self._traffics: dict[object, MemoryTraffic] = {}
+        self._fused: dict[tuple[int, bool], Mapping[str, MemoryTraffic]] = {}
         self._charges = Charges(folded, self.again)
         self._charged: dict[Recompute, Mapping[Variable, Counter[Places]]] = {}
         self._as_made: dict[Recompute, Counter[tuple[int, int, int]]] = {}
@@ -75,6 +78,16 @@ class BlockFacts:
         """The block in which an operator is."""
         return self.folded.instances[self.seat[node.name][0]].block
 
+    def repeats(self, node: Node) -> bool:
+        """Whether the block in which an operator is is one of several layers, of a path that differs in numbers alone,
+        and so whether the graph is folded or not.
+        """
+        return self._layers[_layer(self.block_of(node))] > 1
+
+    @cached_property
+    def _layers(self) -> Counter[tuple[str, int]]:
+        return Counter(_layer(instance.block) for instance in self.folded.instances)
+
     @cached_property
     def seat(self) -> dict[str, tuple[int, int]]:
         """Operator -> the number of its block in execution order, and its position in the block."""
@@ -105,10 +118,19 @@ class BlockFacts:
             self._working[node.name] = self._workings[key]
         return self._working[node.name]
 
-    def traffic(self, node: Node, on_cpu: bool) -> MemoryTraffic:
-        """What an operator passes over, see :mod:`planner.ops.memory_traffic`; all of a variable do the same."""
+    def traffic(self, node: Node, on_cpu: bool, compiled: bool = False) -> MemoryTraffic:
+        """What an operator passes over, see :mod:`planner.ops.memory_traffic`; all of a variable do the same.
+
+        Args:
+            compiled: whether its block is compiled, see :mod:`planner.ops.fusion`.
+        """
         number, at = self.seat[node.name]
         kind = self.folded.instances[number].kind
+        if compiled:
+            block = self.folded.kinds[kind][0].block
+            if (kind, on_cpu) not in self._fused:
+                self._fused[kind, on_cpu] = fuse(self.graph, block.nodes, block.outputs, on_cpu=on_cpu).traffic
+            return self._fused[kind, on_cpu][block.nodes[at].name]
         if (kind, at, on_cpu) not in self._traffic:
             first = self.folded.kinds[kind][0].block.nodes[at]
             last = self._read_last(kind)
@@ -165,3 +187,8 @@ class BlockFacts:
                 rest = tuple(place for place in places if place not in made) if made else places
                 found.setdefault(("op", kind, at), Counter())[rest] += times
         self._charged[recompute], self._as_made[recompute] = found, as_made
+
+
+def _layer(block: Block) -> tuple[str, int]:
+    """The same for layers that are alike: their path without numbers, and how many operators they have."""
+    return re.sub(r"\d+", "*", block.path), len(block.span)

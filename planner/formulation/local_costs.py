@@ -34,6 +34,10 @@ Mask = NDArray[np.bool_]
 OVERLAP = {"nccl": 0.9, "gloo": 0.0}
 """Share of work that can hide communication, where a cluster does not say: backward's that of gradients, attention's
 that of keys that go around. Gloo communicates on the cores that compute."""
+FOREACH, FOREACH_KERNELS = 7, 8
+"""Of AdamW without a fused kernel (torch's ``_multi_tensor_adamw``: decay, lerp, two for the squares, root, two for the
+denominator, step): passes over its state, 3 over the mean, 5 over the squares and 6 over the denominator for two
+moments' worth, beside 4 over parameters and 2 over gradients; and kernels."""
 WIDE_STATE_BYTES = 8
 """Bytes of state for each element from which on an update is taken to compute in float32: its two moments."""
 
@@ -224,6 +228,8 @@ class LocalCosts:
             return 0.0
         held, state = local_bytes(tensor, layout, self.mesh), self.state_bytes(node, layout)
         if (tier or self.training.tier) == "device":
+            if self.cost.cluster.software.optimizer == "foreach":
+                return self.cost.compute_s(0.0, 6 * held + FOREACH * state, tensor.dtype, FOREACH_KERNELS)
             return self.cost.compute_s(0.0, 3 * held + 2 * state, tensor.dtype, kernel=Stream("optimizer"))
         is_wide = self.training.optimizer_bytes_per_element >= WIDE_STATE_BYTES
         home = self.cost.cluster.home(self.training.on_disk, "float32" if is_wide else tensor.dtype)
@@ -268,7 +274,9 @@ class LocalCosts:
 
     def traffic(self, node: Node) -> MemoryTraffic:
         """What an operator passes over in memory."""
-        return self.decision_graph.blocks.traffic(node, on_cpu=self.cost.cluster.on_cpu)
+        blocks, cluster = self.decision_graph.blocks, self.cost.cluster
+        compiled = self.training.compiles(cluster, blocks.repeats(node))
+        return blocks.traffic(node, on_cpu=cluster.on_cpu, compiled=compiled)
 
     def _seconds_of(self, node: Node, choices: Choices, held: Ints) -> Floats:
         """Seconds of one operator on one rank, as :class:`Work` has them, for each of some choices.
@@ -296,7 +304,7 @@ class LocalCosts:
             shares = (self._shares(choices) * turns).tolist()
             busiest = [flops / share * load for share, load in zip(shares, loads, strict=True)]
             for local, moved, most, shared in zip(shapes, _moved(traffic, held), busiest, shards, strict=True):
-                key = (id(rule), local, moved, most, traffic.starts, shared)
+                key = (id(rule), local, moved, most, traffic.starts, traffic.fused, shared)
                 if key not in self._known.computed:
                     self._known.computed[key] = self._compute(node, traffic, local, moved, most, shared)
                 found.append(self._known.computed[key])
@@ -429,7 +437,10 @@ class LocalCosts:
         """Seconds of an operator forward and backward, from its operands' local shapes and the bytes it passes over."""
         dtype = node.results[0].dtype if node.results else "float32"
         forward_s = backward_s = 0.0
-        if shards.is_in_pieces(node):
+        if traffic.fused is not None:
+            passes = zip((moved.forward, moved.backward), traffic.fused, strict=True)
+            forward_s, backward_s = (self.cost.fused_s(size, dtype, kernels) for size, kernels in passes)
+        elif shards.is_in_pieces(node):
             forward_s, backward_s = self._in_pieces_s(node, shapes, moved, shards)
         elif traffic.runs:
             kernel = kernel_of(node.op, shapes, causal=is_causal(node) and shards.ranks == 1)

@@ -10,15 +10,19 @@ import numpy as np
 from planner.cost.model import CostModel
 from planner.formulation.choices import laid_at_head, laid_at_tail
 from planner.formulation.decisions import DecisionGraph, Together
+from planner.formulation.local_costs import OVERLAP
 from planner.formulation.node_options import NodeOptions
 from planner.formulation.resharding import ReshardingTable
 from planner.formulation.strategies import shards_of
 from planner.formulation.unsharding import Unsharding
 from planner.formulation.variables import Variable
-from planner.ir.graph import Ref
+from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, Axis, LocalType
+from planner.ops import OPS
 from planner.solve.problem import Floats, Ints
 
+HIDDEN = {"gathers": ("all_gather",), "tensor": ("all_gather", "reduce_scatter")}
+"""What software overlaps with products."""
 BUCKET_BYTES = 25 * 2**20
 NOT_GATHERED = Together(0, 1.0)
 """Of what is no parameter that one operator of one block reads."""
@@ -66,7 +70,8 @@ class ReshardingTables:
         comes = is_param and not self.unsharding.once_per_step, is_param and self.unsharding.all_reduces_once
         together, is_gathered = self.together(ref), self.variables.variable_of[ref.node] in self.decision_graph.together
         beside = self.unsharding.overlaps_gather, self.unsharding.overlaps_reduce
-        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_gathered, beside)
+        hidden_s = self.hidden_s(ref)
+        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_gathered, beside, hidden_s)
         if key not in self._tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
@@ -74,6 +79,9 @@ class ReshardingTables:
             def price(kind: str, axis: Axis, bytes_in: Ints, is_shared: bool) -> Floats:
                 parts = self.parts(ref, kind, axis)
                 if axis.name != MICRO:
+                    if hidden_s and kind in HIDDEN["gathers" if is_param else "tensor"]:
+                        seconds = self.cost.collective_s(kind, axis, bytes_in)
+                        return np.maximum(seconds - hidden_s, 0.0 if is_param else seconds / axis.size) / parts
                     if not is_shared:
                         return self.cost.collective_s(kind, axis, bytes_in) / parts
                     is_beside = (
@@ -101,6 +109,26 @@ class ReshardingTables:
             )
         return self._tables[key]
 
+    def hidden_s(self, ref: Ref) -> float:
+        """Seconds of communication that the products hide which read or make a value, where the software overlaps
+        them: each rank's share of what they compute, however that is sharded. Gathers are beside the block before,
+        whose products are as those of the same block are, weight by weight.
+        """
+        maker, overlaps = self.graph.by_name[ref.node], self.cost.cluster.software.overlaps
+        is_param = maker.op == "param"
+        if ("gathers" if is_param else "tensor") not in overlaps or (maker.is_leaf and not is_param):
+            return 0.0
+        readers = [node for node, _ in self.graph.users.get(ref, ())]
+        products = [node for node in readers if (row := OPS.get(node.op)) is not None and row.contracts]
+        row = OPS.get(maker.op)
+        products = products or ([maker] if row is not None and row.contracts else [])
+        return OVERLAP[self.cost.cluster.backend] * sum(self._shared_s(node) for node in products)
+
+    def _shared_s(self, product: Node) -> float:
+        """Seconds of a product that all ranks, and micro-batches, share."""
+        flops = OPS[product.op].flops(product, self.graph.input_types(product), self.decision_graph.rules[product.name])
+        return self.cost.compute_s(flops / self.mesh.size, 0.0, product.results[0].dtype, 0)
+
     def parts(self, ref: Ref, kind: str, axis: Axis) -> int:
         """Among how many micro-batches a call is shared out that is made once for all: a parameter that comes with each
         of them is priced for one.
@@ -115,7 +143,8 @@ class ReshardingTables:
         The shares are equal in what a call takes however small it is, and by bytes in the rest. Of a cluster that was
         not measured each pays for a call of its own: what a call there is stated to take is the wire's part alone.
         """
-        if self.cost.cluster.calibration is None:
+        measured = self.cost.cluster.calibration
+        if measured is None or not measured.collectives:
             return NOT_GATHERED
         return self.decision_graph.together.get(self.variables.variable_of[ref.node], NOT_GATHERED)
 

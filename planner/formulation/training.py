@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.cost.cluster import ClusterSpec
 from planner.formulation.unsharding import PER_STEP, Unsharding
 
 Tier = Literal["device", "host", "either", "disk"]
@@ -30,6 +31,7 @@ class Training:
         unsharding: when parameters are gathered, and their gradients reduced.
         discards: names of the outputs that a step does not keep, see :mod:`planner.formulation.discarded_outputs`;
             ``None``: in a step of several micro-batches all that may be, in another none.
+        compile: whether blocks are compiled, and so priced as :mod:`planner.ops.fusion` fuses them.
     """
 
     optimizer_bytes_per_element: int = 8
@@ -38,6 +40,15 @@ class Training:
     activations: Activations = 0
     unsharding: Unsharding = PER_STEP
     discards: tuple[str, ...] | None = None
+    compile: bool = False
+
+    def compiles(self, cluster: ClusterSpec, repeats: bool) -> bool:
+        """Whether a block is compiled, by this plan or by the software that runs it.
+
+        Args:
+            repeats: whether it has several instances.
+        """
+        return self.compile or cluster.software.compile == "all" or (cluster.software.compile == "layers" and repeats)
 
     @property
     def on_disk(self) -> bool:

@@ -103,7 +103,8 @@ def sent_keys(ranks: int, keys: int, window: int | None) -> list[tuple[int, int]
         keys: of each rank.
     """
     back = (ranks - 1) * keys if window is None else min(window - 1, (ranks - 1) * keys)
-    return [(sent, times) for sent, times in ((keys, back // keys), (back % keys, 1)) if sent and times]
+    whole = int(back) // int(keys)
+    return [(sent, times) for sent, times in ((keys, whole), (back - whole * keys, 1)) if sent and times]
 
 
 def _joined(spans: list[Span], along: int) -> list[Span]:
@@ -184,7 +185,7 @@ class QueryShards:
 
 def _forms(shards: QueryShards, queries: int, keys: int, seen: Sight) -> Counter[tuple[int, int, bool]]:
     """See :meth:`QueryShards.pieces`. Of a ring's blocks of keys that lie alike to the queries one is looked at; sizes
-    may be symbols (:mod:`planner.base.symbolic_int`).
+    may be symbols (:mod:`planner.base.symbolic_int`), with which pieces grow where no window bounds them.
     """
     length, strip = queries * shards.ranks, queries * shards.ranks // shards.strips
     run, columns = queries // shards.strips, keys
@@ -198,7 +199,10 @@ def _forms(shards: QueryShards, queries: int, keys: int, seen: Sight) -> Counter
         firsts = [block * keys] if columns is keys else [*zigzag(block, shards.ring, length)]
         for part in pieces(starts, run, firsts, columns, seen):
             found[part.form] += times
-    return found
+    if seen.window is not None:
+        return found
+    q, k = int(queries), int(keys)
+    return Counter({(queries * n // q, keys * m // k, square): times for (n, m, square), times in found.items()})
 
 
 @lru_cache(maxsize=4096)

@@ -33,6 +33,8 @@ class MemoryTraffic:
         besides: of what backward runs besides.
         starts: kernels of ``besides``.
         runs: whether it has kernels of its own, as all but views have.
+        fused: of what is fused with others (:mod:`planner.ops.fusion`), how many kernels begin with it, forward and
+            backward.
     """
 
     forward: Passes
@@ -40,6 +42,7 @@ class MemoryTraffic:
     besides: Passes
     starts: int
     runs: bool
+    fused: tuple[int, int] | None = None
 
 
 def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_cpu: bool = False) -> MemoryTraffic:
@@ -58,7 +61,7 @@ def traffic(graph: Graph, node: Node, added: tuple[int, ...] = (), *, on_cpu: bo
     forward, backward, besides, starts = [1.0] * len(tensors), nothing, nothing[:], 0
     if row is None:
         backward = [2.0] * len(tensors)
-    elif _is_view(node, row):
+    elif is_view(node):
         forward = nothing
         if flows:
             besides, starts = _backward_passes(types, node.results)
@@ -102,9 +105,11 @@ def added_places(graph: Graph, node: Node, later: frozenset[Ref]) -> tuple[int, 
     return tuple(found)
 
 
-def _is_view(node: Node, row: Row) -> bool:
+def is_view(node: Node) -> bool:
     """Whether nothing is moved: a view that was not seen to copy, or what was seen to return its operand."""
-    found = shares(node)
+    row, found = OPS.get(node.op), shares(node)
+    if row is None:
+        return False
     return all(place >= 0 for place in found) if found else row.view and not node.shares
 
 

@@ -25,7 +25,12 @@ from planner.search.search_context import SearchContext
 IDLE = "idle"
 """An axis on which everything that weighs runs whole, on every rank alike."""
 EXPERTS = ("expert", "expert_tensor")
-NAMED = (*zip(EXPERTS, ("expert", "expert features"), strict=True), ("data", "batch"), ("context", "context"))
+NAMED = (
+    ("model", "models"),
+    *zip(EXPERTS, ("expert", "expert features"), strict=True),
+    ("data", "batch"),
+    ("context", "context"),
+)
 """Names of axes, and the labels of what they shard; what else is sharded are weights."""
 
 

@@ -42,7 +42,6 @@ from planner.search.candidates import (
     is_near,
     is_reached,
 )
-from planner.search.infeasibility import check_divisible
 from planner.search.parallel_config import Arithmetic, ParallelConfig, batch_of, seeds
 from planner.search.pipeline_refinement import refined
 from planner.search.search_context import SearchContext
@@ -243,7 +242,7 @@ def _best_first(
     best: Incumbent | None,
 ) -> tuple[Incumbent | None, list[Branch]]:
     """Best first over the configurations, starting from the best plan known; what became of each, in their order."""
-    arithmetic, schedule = Arithmetic(decision_graph, context.cost), context.pins.schedule
+    arithmetic, schedule = Arithmetic(decision_graph, context.cost, context.training), context.pins.schedule
     batch, span = batch_of(decision_graph.graph), context.cost.cluster.spans[0]
     waiting = begin_together(
         begin(config, arithmetic.bound_s(config, schedule), doubt_of(config, batch, span)) for config in configs
@@ -270,7 +269,6 @@ def _best_first(
             if best is not None and best is not known:
                 context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
             (closed if each.is_done else waiting).append(each)
-    check_divisible(context, decision_graph.graph, closed)
     order = {(each.stages, each.mesh): number for number, each in enumerate(configs)}
 
     def place(branch: Branch) -> tuple[int, bool, int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.base.errors import ClusterError, InfeasibleError, PinError
+from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_bytes
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import Assignment
@@ -143,7 +143,7 @@ class Recipe:
                 gap=GAP,
                 max_axes=self.max_axes,
             )
-        except (ClusterError, PinError, InfeasibleError) as error:
+        except (PinError, InfeasibleError) as error:
             return error
 
     def words(self, limits: Limits) -> str:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.analysis.offload.step_timing import WorkingSet
-from planner.base.errors import ClusterError, InfeasibleError, PinError
+from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes, in_bytes
 from planner.formulation.batch_norm import may_be_by_micro_batch
 from planner.formulation.decision_names import short_op
 from planner.formulation.search_space import Space
-from planner.formulation.strategies import Choice
 from planner.ir.graph import Graph, Node
 from planner.ops import OPS
 from planner.ops.function import is_unregistered
@@ -39,26 +38,6 @@ class MinMemoryPlan:
 def free_s(branch: Branch) -> float:
     """Seconds that plans of a branch that was begun take at least, whatever memory there is; infinite: none runs."""
     return lower_bounds(branch.space.problem(None)).time_s
-
-
-def check_divisible(context: SearchContext, graph: Graph, branches: list[Branch]) -> None:
-    """Refuse a number of devices among which nothing of the model can be divided: each would do all the work."""
-    cluster = context.cost.cluster
-    if cluster.world_size == 1 or context.pins.sizes or context.stored is not None:
-        return
-    if any(
-        branch.formulated is None or branch.space.stages > 1 for branch in branches
-    ):  # stages divide the blocks among them
-        return
-    choices = (option for branch in branches for options in branch.space.options.values() for option in options)
-    if any(isinstance(choice, Choice) and any(s.factor for s in choice.axes) for choice in choices):
-        return
-    sizes = sorted({size for node in graph.nodes for t in node.results for size in t.shape if size > 1})
-    raise ClusterError(
-        f"{cluster.world_size} devices of {cluster.name!r} cannot share this model: no axis of them divides any size "
-        f"in it ({', '.join(map(str, sizes[:12]))}{', ...' if len(sizes) > 12 else ''}), so each would do all the "
-        "work. Use a number of devices with a divisor in common with the batch or the widths, or change the batch"
-    )
 
 
 def check_micro_batches(begun: list[Branch]) -> None:

@@ -4,12 +4,11 @@ which order they are searched.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.base.errors import ClusterError, InfeasibleError
+from planner.base.errors import InfeasibleError
 from planner.formulation.constraints.zero import pinned_apart, ways_of_kinds
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.remat.levels import Levels, named_by_kind
@@ -51,11 +50,9 @@ def search_micro_batches(
         in_one = tuple(config for config in in_parts if config.mesh.micro_batches == 1)
         return _telling(left_out, partial(_in_whole_or_stages, model.whole(context), whole, cut, in_one, known))
     if whole and in_parts and context.training.tier == "device" and _fits_whole(graph, context):
-        with contextlib.suppress(ClusterError):  # so many devices share no operator; they may share the blocks
-            in_whole = model.whole(context).searched(whole, known=known)
-            stages = tuple(config for config in in_parts if config.stages > 1)
-            return _in_whole_then_in_stages(in_whole, cut, stages)
-        whole = ()
+        in_whole = model.whole(context).searched(whole, known=known)
+        stages = tuple(config for config in in_parts if config.stages > 1)
+        return _in_whole_then_in_stages(in_whole, cut, stages)
     return cut.searched(whole, in_parts, known)
 
 
@@ -144,7 +141,7 @@ def _in_whole_or_stages(
         return cut.searched((), stages, known)
     try:
         return blocks.searched(whole, known=known)
-    except (ClusterError, InfeasibleError):
+    except InfeasibleError:
         if not stages:
             raise
         return cut.searched((), stages, known)

@@ -23,6 +23,7 @@ from planner.formulation.constraints.pins import FREE_AXES, Pins
 from planner.formulation.constraints.roles import REST, described, ranks_sharing, sharing
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import PipelinePace, pace_of, packing
+from planner.formulation.training import Training
 from planner.formulation.unsharding import PER_STEP, Unsharding
 from planner.ir.graph import Graph, Node
 from planner.ir.layout import Mesh
@@ -340,7 +341,7 @@ class Arithmetic:
     With a calibration rates are measured, and nothing is known beforehand.
     """
 
-    def __init__(self, decision_graph: DecisionGraph, cost: CostModel):
+    def __init__(self, decision_graph: DecisionGraph, cost: CostModel, training: Training):
         self._decision_graph = decision_graph
         self._kinds = [instance.kind for instance in decision_graph.folded.instances]
         self._of = {kind: Least() for kind in self._kinds}
@@ -348,7 +349,8 @@ class Arithmetic:
         for variable, names in decision_graph.variables.members.items():
             node = decision_graph.graph.by_name[names[0]]
             if variable[0] == "op":
-                work_s, runs = _work_s(node, decision_graph, cost)
+                compiled = training.compiles(cost.cluster, decision_graph.blocks.repeats(node))
+                work_s, runs = _work_s(node, decision_graph, cost, compiled)
                 kind = cast(int, variable[1])
                 self._of[kind] += Least(work_s / cost.cluster.world_size, runs * start_s)
         self._step = sum((self._of[kind] for kind in self._kinds), Least())
@@ -378,19 +380,22 @@ class Least:
         return Least(self.work_s * times, self.starts_s * times)
 
 
-def _work_s(node: Node, decision_graph: DecisionGraph, cost: CostModel) -> tuple[float, int]:
+def _work_s(node: Node, decision_graph: DecisionGraph, cost: CostModel, compiled: bool) -> tuple[float, int]:
     """Seconds of all devices together that an operator takes at least, both ways, and how often it starts."""
     row, operands = OPS.get(node.op), decision_graph.graph.input_types(node)
     flops = 0.0 if row is None else row.flops(node, operands, decision_graph.rules[node.name])
     dtype = node.results[0].dtype if node.results else "float32"
     kernel = kernel_of(node.op, [t.shape for t in operands], causal=is_causal(node))
-    traffic = decision_graph.blocks.traffic(node, on_cpu=cost.cluster.on_cpu)
+    traffic = decision_graph.blocks.traffic(node, on_cpu=cost.cluster.on_cpu, compiled=compiled)
     sizes = [tensor.size_bytes for tensor in (*operands, *node.results)]
     forward, backward, besides = (
         sum(times * size for times, size in zip(passes, sizes, strict=True))
         for passes in (traffic.forward, traffic.backward, traffic.besides)
     )
     work_s, starts = cost.least_s(0.0, besides, dtype, None), traffic.starts
+    if traffic.fused is not None:
+        fused_s = sum(cost.least_s(0.0, each, dtype, None) for each in (forward, backward))
+        return work_s + fused_s, starts + sum(traffic.fused)
     if traffic.runs:
         work_s, starts = work_s + cost.least_s(flops, forward, dtype, kernel), starts + 1
     if backward:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from planner.base.errors import AutoparError, ClusterError, InfeasibleError
+from planner.base.errors import AutoparError, InfeasibleError
 from planner.base.formatting import in_bytes, in_seconds
 from planner.search.branch_and_bound import Searched
 from planner.search.candidates import PROVED, Incumbent
@@ -127,7 +127,7 @@ class _KnownPoints:
         within = context.within(limit_bytes, now + share_s)
         try:
             found = self._begun.plan(within, known=None if known is None else known.best)
-        except (InfeasibleError, ClusterError) as error:
+        except InfeasibleError as error:
             self._nothing_within(limit_bytes, known, error)
             return
         step_s = found.evaluation.time_s

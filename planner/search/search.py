@@ -66,7 +66,6 @@ def search(
     Raises:
         InputError: the time limit is not positive, or the gap is no part.
         PinError: the pins do not fit the model or the cluster.
-        ClusterError: the model cannot be divided among so many devices at all.
         InfeasibleError: nothing fits in memory; says by how much, and what would.
     """
     begun = begin_search(

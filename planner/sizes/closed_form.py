@@ -34,7 +34,7 @@ from planner.formulation.assignment import Assignment
 from planner.formulation.resharding import Collective
 from planner.ir.graph import Node
 from planner.ops import attends
-from planner.ops.attention import QUERY
+from planner.ops.attention import sight
 from planner.sizes.closed_form_costs import ClosedSpace
 from planner.sizes.rescale import OtherSizes, check_size
 from planner.solve.pipeline.growth import Counts, Growth, Line, growth
@@ -178,17 +178,19 @@ def formulas(sizes: OtherSizes) -> Formulas:
         flops=_expression(found.flops),
         collectives=tuple(_call(call, count) for call, count in sorted_calls(found.collectives)),
         **{f"{use}_s": _of(found.seconds.get(use, 0.0)) for use in (*WORKS, "bubble")},
-        left_out="; ".join(filter(None, (left_out, why, _attention_left_out(assignment)))),
+        left_out="; ".join(filter(None, (left_out, why, _windows_left_out(assignment)))),
         valid_micro_batches=None if grown is None else grown.counts,
     )
 
 
-def _attention_left_out(assignment: Assignment) -> str:
-    """What seconds say of attention along a sharded sequence, where there is any."""
-    operators = (node for node in assignment.space.graph.operators if attends(node.op))
-    if not any(strategy.factor == QUERY for node in operators for strategy in assignment.choice(node).axes):
+def _windows_left_out(assignment: Assignment) -> str:
+    """What seconds say of attention with sliding windows, where there is any."""
+    operators = assignment.space.graph.operators
+    if not any(attends(node.op) and sight(node).window is not None for node in operators):
         return ""
-    return "seconds have attention along the sequence as one kernel, without its pieces and what they wait for: see at"
+    return (
+        "seconds have attention with sliding windows as one kernel, without its pieces and what they wait for: see at"
+    )
 
 
 def _growth(assignment: Assignment, staged: Staged) -> tuple[Growth | None, str]:

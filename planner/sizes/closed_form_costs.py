@@ -1,9 +1,10 @@
 """A search space whose costs know their formula.
 
 Every price is that of the cost model in closed form: a roofline for every operator, the cheapest algorithm for every
-collective. What that leaves out are the tiles and waves of products and attention on GPUs, the pieces of attention
-along a sharded sequence, what goes around a ring beside them, and what was measured (a calibration). All else, from the
-routes of values to the chain of a pipeline, is :class:`planner.formulation.search_space.Space`'s.
+collective. What that leaves out are the tiles and waves of products and attention on GPUs, the pieces of attention with
+sliding windows, what was measured (a calibration), and what other software overlaps and casts to float8. All else, from
+the routes of values to the chain of a pipeline,
+is :class:`planner.formulation.search_space.Space`'s.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import math
 from fractions import Fraction
 
 from planner.base.symbolic_float import Formula, divided, formula_of, growing, largest, smallest
+from planner.cost.kernels import attention_kernels
 from planner.formulation.decisions import Together
 from planner.formulation.resharding import GATHERED, Phase, ReshardStep, local_bytes, passes, together_on
 from planner.formulation.resharding_tables import NOT_GATHERED
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
 from planner.ir.graph import Node, Ref
-from planner.ir.layout import MICRO, Axis, Layout
+from planner.ir.layout import MICRO, Axis, Layout, local_shape
 from planner.ops import OPS, attends
+from planner.ops.attention import has_scores, sight
+from planner.ops.attention_pieces import QueryShards, merged_bytes, query_shards
 from planner.ops.memory_traffic import Passes
 
 
@@ -81,16 +85,38 @@ class ClosedSpace(Space):
 
         flops = self._whole_flops(node) if traffic.runs else 0
         besides_s = memory_s(traffic.besides) + traffic.starts * device.launch_overhead_s
-        found = []
+        found, shards = [], query_shards(node, zip(choice.axes, self.mesh.sizes, strict=True))
+        turns = math.prod(axis.size for axis, way in zip(self.mesh.axes, choice.axes, strict=True) if way.way.in_turn)
+        in_pieces = shards.is_in_pieces(node) and sight(node).window is None
         for is_backward, often in enumerate((traffic.forward, traffic.backward)):
+            if in_pieces:
+                found.append(self._attended_s(node, choice, shards, memory_s(often), bool(is_backward)))
+                continue
             share = device.attention[is_backward] if attends(node.op) else device.matmul_efficiency
             rate = device.peak(node.results[0].dtype if node.results else "float32") * share
             heavier = float(self.heavier(node)) if is_backward else 1.0
             arithmetic_s = growing(0.0, heavier / rate, flops) / self._sharing(choice) * self.load(node, choice)
-            starts_s = device.launch_overhead_s * any(often)
+            kernels = any(often) if traffic.fused is None else traffic.fused[is_backward]
+            starts_s = device.launch_overhead_s * kernels * turns
             found.append(largest((arithmetic_s, memory_s(often))) + starts_s + is_backward * besides_s)
         found = [each + between_s for each, between_s in zip(found, self.between_s(node, choice), strict=True)]
         return found[0], found[1] if any(tensor.grad for tensor in node.results) else 0.0
+
+    def _attended_s(self, node: Node, choice: Choice, shards: QueryShards, memory_s: float, is_backward: bool) -> float:
+        """Attention piece by piece: its kernels, and what merges their results or adds up gradients."""
+        device, types, dtype = self.cost.cluster.device, self.graph.input_types(node), node.results[0].dtype
+        layouts = zip(types, choice.operands, strict=True)
+        shapes = [local_shape(tensor.shape, layout, self.mesh.sizes) or () for tensor, layout in layouts]
+        kernels = attention_kernels(shapes, sight(node), shards)
+        merged = merged_bytes(node, shapes, shards, has_scores(node, types, self.cost.cluster.on_cpu))[is_backward]
+        count, rate = sum(kernels.values()), device.peak(dtype) * device.attention[is_backward]
+        total_s: float = growing(3 * count * device.launch_overhead_s, 1 / self._bandwidth, merged)
+        for kernel, times in kernels.items():
+            pairs = kernel.heads * kernel.queries * kernel.keys
+            flops = kernel.backward.flops if is_backward else kernel.flops
+            arithmetic_s = growing(0.0, flops / int(pairs) / rate, pairs)
+            total_s += (largest((arithmetic_s, memory_s * (1 / count))) + device.launch_overhead_s) * times
+        return total_s
 
     def passing_s(self, size: int, dtype: str) -> float:
         return growing(0.0, 1 / self._bandwidth, size) if size else 0.0

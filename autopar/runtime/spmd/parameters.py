@@ -42,13 +42,15 @@ class _LocalParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        found = [
-            None if g is None else DTensor(g, spec, requires_grad=g.requires_grad)
-            for g, spec in zip(grads, ctx.specs, strict=True)
-        ]
         while ctx.pending:
             ctx.pending.pop(0).wait()
         ctx.sent.wait()
+        # Strides of a DTensor are those of its spec: autograd does not see what else a local gradient has, and fused
+        # optimizers go through memory.
+        found = [
+            None if g is None else DTensor(g.contiguous(), spec, requires_grad=g.requires_grad)
+            for g, spec in zip(grads, ctx.specs, strict=True)
+        ]
         return None, *found
 
 

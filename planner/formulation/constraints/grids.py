@@ -37,15 +37,16 @@ def read_tensor(value: object, depth: bool) -> dict[str, int]:
     """
     ranks = [*value] if isinstance(value, list | tuple) else []
     is_grid = len(ranks) in GRIDS and all(type(each) is int and each > 0 for each in ranks)
-    if isinstance(value, list | tuple) and not is_grid:
+    if not is_grid and value is not None and (type(value) is not int or value < 1):
         raise PinError(
             f"pin 'tensor' is {value!r}; it is a number of ranks, or the ranks along each axis of a grid: two, [row, "
             "column], or three, [input, output, weight], whole numbers from 1"
         )
     if depth and len(ranks) != 2:
         raise PinError(
-            f"pin 'depth' is how many 2-D grids share the batch, and pin 'tensor' is {value!r}: pin 'tensor' to [row, "
-            "column] too, or 'replicate' or 'data' in place of 'depth'"
+            "pin 'depth' is how many 2-D grids share the batch, and pin 'tensor' is "
+            f"{'not given' if value is None else repr(value)}: pin 'tensor' to [row, column] too, or 'replicate' or "
+            "'data' in place of 'depth'"
         )
     return dict(zip(GRIDS[len(ranks)], ranks, strict=True)) if is_grid else {}
 

@@ -47,6 +47,8 @@ class Labels:
         return self._parts[node.name]
 
 
+RUNNING_MODELS = "running_members"
+"""The buffer of an array of models that says which are trained, one for each."""
 LabelsOf = Callable[[str], Labels]
 KEYS = (1, 2)
 """The operands of attention that are keys and values."""
@@ -121,6 +123,13 @@ def _samples(distinct: DistinctOperators) -> Iterator[tuple[Ref, Place]]:
             yield distinct.standing_for(Ref(leaf.name)), (0, 1)
 
 
+def _models(distinct: DistinctOperators) -> Iterator[tuple[Ref, Place]]:
+    """Dim 0 of the buffer in which an array says which of its models are trained."""
+    for leaf in distinct.graph.applying("buffer"):
+        if leaf.target == RUNNING_MODELS:
+            yield distinct.standing_for(Ref(leaf.name)), (0, 1)
+
+
 def of_weights(factors: Callable[[Node, Rule, frozenset[str]], set[str]]) -> Callable[..., Iterator[tuple[Ref, Place]]]:
     """A label that starts at these factors of operators, given those of the weight that they contract with, if any."""
 
@@ -143,6 +152,12 @@ def _stream(node: Node, rule: Rule, weight: frozenset[str]) -> set[str]:
 
 
 LABELS = {
+    "models": Label(
+        _models,
+        "models",
+        missing="shards the models of an array, and this is none: make one with autopar.array, or leave out 'model'",
+        remedy="change the pin",
+    ),
     "batch": Label(_samples, "batch"),
     "context": Label(
         of_rows("context"),
@@ -176,9 +191,10 @@ LABELS = {
     "tokens": Label(of_weights(_tokens)),
     "features": Label(of_weights(lambda node, rule, weight: {*weight})),
 }
-"""``context`` is the query sequence of attention, ``expert`` what experts are stacked along, ``expert features`` what
-each has between its products; ``tokens`` are the batch and, however attention is written, the sequence, ``features``
-what weights have, such as the hidden dim and heads; ``stream`` is what norms take and give."""
+"""``models`` are those of an array, ``context`` is the query sequence of attention, ``expert`` what experts are stacked
+along, ``expert features`` what each has between its products; ``tokens`` are the batch and, however attention is
+written, the sequence, ``features`` what weights have, such as the hidden dim and heads; ``stream`` is what norms take
+and give."""
 
 
 def label_blocks(decision_graph: DecisionGraph, label: str) -> Labels:
@@ -187,6 +203,8 @@ def label_blocks(decision_graph: DecisionGraph, label: str) -> Labels:
     found: dict[Ref, dict[Place, None]] = {}
     for ref, place in LABELS[label].starts(distinct):
         found.setdefault(ref, {})[place] = None
+    if not found:
+        return Labels(found, distinct.standing_for)
     beside: dict[Ref, list[int]] = {}
     for number, (_, _, tensors) in enumerate(distinct.operators):
         for ref, _ in tensors:

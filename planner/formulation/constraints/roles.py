@@ -52,6 +52,7 @@ class Role:
 ROLES = {
     role.name: role
     for role in (
+        Role("model", "models", "any"),
         Role("replicate", "batch", "whole"),
         Role("data", "batch", "zero", takes_rest=True),
         Role("depth", "batch", "whole"),
@@ -90,6 +91,7 @@ def ranks_sharing(mesh: Mesh, label: str) -> int:
 
 
 def described(label: str, names: tuple[str, ...]) -> str:
-    """The pins of a label among ``names``, as an error speaks of what they make together."""
-    found = [*dict.fromkeys(repr(ROLES[name].pin or name) for name in sharing(label) if name in names)]
+    """The pins of a label among ``names``, as an error speaks of what they make together: ``pin 'tensor' (row)``."""
+    roles = [ROLES[name] for name in sharing(label) if name in names]
+    found = [f"{role.pin!r} ({role.name})" if role.pin else repr(role.name) for role in roles]
     return f"the product of pins {' and '.join(found)}" if len(found) > 1 else f"pin {''.join(found) or repr(REST)}"

@@ -30,6 +30,8 @@ HEADS = "heads"
 sequence is says what surrounds it."""
 ATTENDS = {**QUERY_WAYS, HEADS: "Ulysses"}
 """Ways to attend across ranks, in words."""
+MODELS = "model"
+"""The axis that shares the models of an array, whatever dims of operators they are then."""
 SEQUENCE = ("sequence", *(name for way in QUERY_WAYS if (name := way.partition(".")[2])))
 """The words for what shares a sequence."""
 
@@ -49,6 +51,8 @@ def work_of(document: Document) -> list[Counter[str]]:
 
 def kind_of(axis: Axis, work: Mapping[str, int]) -> str:
     """What an axis is for: what most of the work that it divides is divided by; without details, by its name."""
+    if axis.name == MODELS:
+        return MODELS
     if not work:
         name = axis.name.partition("_")[0]
         return {"replicate": "data"}.get(name, name)

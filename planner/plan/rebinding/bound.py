@@ -50,7 +50,7 @@ def arithmetic_bound(assignment: Assignment, config: ParallelConfig, pins: Pins)
     configs = {config, *without_micro_batches(cluster, pins, MAX_AXES)}
     with contextlib.suppress(PinError):  # what is pinned leaves no other
         configs.update(micro_batched(cluster, pins, graph, len(space.folded.instances), MAX_AXES))
-    arithmetic = Arithmetic(space.decision_graph, space.cost)
+    arithmetic = Arithmetic(space.decision_graph, space.cost, space.training)
     return FreshBound(min(arithmetic.bound_s(each, pins.schedule) for each in configs))
 
 

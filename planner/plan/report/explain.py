@@ -42,6 +42,10 @@ IN_WORDS = {
     "vocabulary": "each rank holds a part of the vocabulary; the results are terms of a sum",
     "features": "each rank holds a part of the features and computes those",
     "terms": "the results are terms of a sum",
+    "ring": "each rank computes its part of the sequence; keys and values go around the ranks",
+    "zigzag": "each rank computes an early and a late part of the sequence, with all keys",
+    "zigzag_ring": "each rank computes an early and a late part of the sequence; keys and values go around the ranks",
+    "dispatch": "each rank holds some experts; tokens go to where theirs are, and results back",
 }
 
 SHOWN = 12

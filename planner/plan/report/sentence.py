@@ -17,6 +17,7 @@ from planner.plan.document.axis_uses import (
     FEATURES,
     HEADS,
     LOOKED_UP,
+    MODELS,
     SHARED,
     kind_of,
     parted_by,
@@ -95,6 +96,8 @@ def _axes(document: Document) -> Iterator[str]:
             what = ("copies", "") if is_sharded else (rest, " (data parallel)")
         elif kind == "tensor":
             what = "splits weights", f" (tensor parallel{', sequence parallel' * (work[at]['sequence'] > 0)})"
+        elif kind == MODELS:
+            what = "shares the models of the array", ""
         elif kind == "context":
             what = "splits the sequence", f" (context parallel{attends})"
         else:

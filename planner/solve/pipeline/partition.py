@@ -225,20 +225,18 @@ class _Work:
         key = (rank, *map(id, fronts))
         if key not in self._shared:
             points = [0] * len(fronts)
-            saved = np.array([front.saved[0] for front in fronts])
-            while (over := moments @ saved + held - (self.limit or 0)).max() > 0:
-                row = moments[int(over.argmax())].tolist()
+            over = moments @ np.array([front.saved[0] for front in fronts]) + held - (self.limit or 0)
+            rows, steps = moments.tolist(), [front.step(0) for front in fronts]
+            while over.max() > 0:
                 best, gain = -1, -1.0
-                for place, (front, at) in enumerate(zip(fronts, points, strict=True)):
-                    if row[place] and at + 1 < len(front.seconds):
-                        freed = row[place] * (front.saved[at] - front.saved[at + 1])
-                        rate = freed / max(front.seconds[at + 1] - front.seconds[at], 1e-30)
-                        if rate > gain:
-                            best, gain = place, rate
+                for place, (count, (freed, seconds)) in enumerate(zip(rows[int(over.argmax())], steps, strict=True)):
+                    if count and freed and count * freed / seconds > gain:
+                        best, gain = place, count * freed / seconds
                 if best < 0:
                     break
+                over -= moments[:, best] * steps[best][0]
                 points[best] += 1
-                saved[best] = fronts[best].saved[points[best]]
+                steps[best] = fronts[best].step(points[best])
             self._shared[key] = tuple(points) if over.max() <= 0 else None
         return self._shared[key]
 
@@ -306,6 +304,13 @@ class _Front:
     seconds: Floats
     saved: Floats
     last: _LastBlock | None = None
+
+    def step(self, point: int) -> tuple[float, float]:
+        """The bytes that the next point frees and the seconds that it takes more; 0 bytes: there is none."""
+        if point + 1 == len(self.seconds):
+            return 0.0, 1.0
+        freed, seconds = self.saved[point] - self.saved[point + 1], self.seconds[point + 1] - self.seconds[point]
+        return float(freed), max(float(seconds), 1e-30)
 
     def ways(self, point: int) -> tuple[int, ...]:
         """Of every block at a point, blocks ordered by kind."""

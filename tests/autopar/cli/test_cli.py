@@ -304,6 +304,7 @@ def test_words_mean_what_they_say() -> None:
         "recompute": "none",
     }
     assert read_pins(["data=2,tensor=4", "zero=3"]) == {"data": 2, "tensor": 4, "zero": 3}
+    assert read_pins(["depth=2,tensor=[2, 4],data=2"]) == {"depth": 2, "tensor": [2, 4], "data": 2}
     assert read_pins(['zero={"embed*": 0, "layers.*": 3}']) == {"zero": {"embed*": 0, "layers.*": 3}}
     forms = {"x": Form((2, 3), "int64"), "y": Form((4,), "float32"), "z": Form((5,), "int64")}
     assert read_inputs(["x=2x3:int64", "y=4", "z=5:long"]) == forms

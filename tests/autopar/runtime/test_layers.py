@@ -30,6 +30,7 @@ from autopar.runtime.layers import (
     LOCAL_FORMS,
     attention,
     cross_entropy_loss,
+    partial_attention,
 )
 from autopar.runtime.layers.random import draw
 from autopar.runtime.spmd.random_state import RandomState
@@ -321,20 +322,20 @@ def test_binary_cross_entropy(reduction: int) -> None:
 
 
 @pytest.mark.parametrize("sizes, factors, outers", [
-    ((2,), ("query",), (1,)), ((4,), ("query",), (1,)), ((2, 2), ("query", "query"), (1, 1)),
+    ((2,), ("query",), (1,)), ((8,), ("query",), (1,)), ((2, 2), ("query", "query"), (1, 1)),
     ((2,), ("query",), (4,)), ((2, 2), ("query", "kv"), (2, 1)), ((2, 2), ("d0", "query"), (1, 1)),
-    ((2, 2), ("group", "query"), (1, 1)),
+    ((2, 2), ("group", "query"), (1, 1)), ((2, 4), ("group", "kv"), (1, 1)),
 ])  # fmt: skip
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention(sizes: Any, factors: Any, outers: Any, causal: bool) -> None:
-    args = (randn(2, 4, 8, 6), randn(2, 2, 8, 6), randn(2, 2, 8, 10), None, 0.0, causal)
+    args = (randn(2, 8, 8, 6), randn(2, 4, 8, 6), randn(2, 4, 8, 10), None, 0.0, causal)
     op = aten.scaled_dot_product_attention.default
     check_layer(op, args, sizes, factors, outers, scale=0.3, enable_gqa=True)
 
 
 RINGS = [
-    ((2,), ("query.ring",)), ((4,), ("query.ring",)), ((2, 4), ("query", "query.ring")),
-    ((2, 2), ("query.ring", "query")), ((2, 2), ("query.ring", "kv")), ((2, 2), ("d0", "query.ring")),
+    ((2,), ("query.ring",)), ((8,), ("query.ring",)), ((2, 4), ("query", "query.ring")),
+    ((2, 2), ("query.ring", "query")), ((4, 2), ("query.ring", "kv")), ((2, 2), ("d0", "query.ring")),
 ]  # fmt: skip
 
 
@@ -384,8 +385,8 @@ def test_attention_with_a_mask_and_a_soft_cap(factor: str) -> None:
     check_layer(windowed, args, (2,), (factor,), scale=0.9, enable_gqa=True, window=None, softcap=0.5)
 
 
-def test_ring_attention_sums_narrow_numbers_in_wide_ones() -> None:
-    """The error of bfloat16 on 16 ranks is near that on one: what they add up is not rounded each time."""
+def check_rounding() -> None:
+    """Assert that the error of bfloat16 on 16 ranks is near that on one: what they add up is not rounded each time."""
     whole, ranks, op = [torch.randn(1, 2, 256, 16).bfloat16() for _ in range(4)], 16, aten.scaled_dot_product_attention
 
     def on_one(dtype: torch.dtype) -> list[Tensor]:
@@ -400,8 +401,57 @@ def test_ring_attention_sums_narrow_numbers_in_wide_ones() -> None:
         out = attention(*parts, query_groups=groups, ring_groups=groups)
         locals_ = [out.detach(), *torch.autograd.grad(out, parts, cotangent)]
         found = [torch.cat([t._local_tensors[rank] for rank in range(ranks)], 2) for t in locals_]
-    for ring, one, exact in zip(found, on_one(torch.bfloat16), on_one(torch.float64), strict=True):
-        assert (ring - exact).norm() < 1.4 * (one - exact).norm()
+    named = zip(
+        ("result", "queries", "keys", "values"), found, on_one(torch.bfloat16), on_one(torch.float64), strict=True
+    )
+    for name, ring, one, exact in named:
+        assert (ring - exact).norm() < 1.4 * (one - exact).norm(), f"rounded: {name}"
+
+
+def check_ring() -> None:
+    """Assert that a causal ring of four ranks is exact."""
+    args = (randn(2, 4, 16, 6), randn(2, 2, 16, 6), randn(2, 2, 16, 10), None, 0.0, True)
+    check_layer(aten.scaled_dot_product_attention.default, args, (4,), ("query.ring",), scale=0.3, enable_gqa=True)
+
+
+def test_ring_attention_sums_narrow_numbers_in_wide_ones() -> None:
+    check_rounding()
+
+
+def divided(left: Any) -> Any:
+    """Gradients of keys and values as a mean over the ring."""
+    return lambda places, dq, dk, dv: left(places, dq, dk / places.steps, dv / places.steps)
+
+
+def reused(send: Any) -> Any:
+    """What a rank sent stays what it attends to."""
+    return lambda held, ring, by=1: (send(held, ring, by), lambda: held)[1]
+
+
+def rounded(change: Any) -> Any:
+    """What is added up is as narrow as operands."""
+
+    def changed(total: Any, *more: Any) -> None:
+        change(total, *more)
+        for part in (total,) if isinstance(total, Tensor) else total.parts:
+            part.copy_(part.bfloat16())
+
+    return changed
+
+
+@pytest.mark.parametrize("where, name, fault, check, noticed", [
+    (partial_attention.Places, "left", divided, check_ring, "gradient of key"),
+    (partial_attention._Packed, "send", reused, check_ring, "result"),
+    (partial_attention, "_merge", rounded, check_rounding, "rounded: result"),
+    (partial_attention._Packed, "add", rounded, check_rounding, "rounded: keys"),
+], ids=lambda each: each.__name__ if callable(each) else None)  # fmt: skip
+def test_a_ring_with_a_fault_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, fault: Any, check: Any, noticed: str
+) -> None:
+    """Those of known implementations."""
+    monkeypatch.setattr(where, name, fault(getattr(where, name)))
+    with pytest.raises(AssertionError, match=noticed):
+        check()
 
 
 def test_attention_of_fewer_queries_than_keys() -> None:

@@ -12,6 +12,7 @@ import yaml
 from planner.base.errors import ClusterError
 from planner.cost.calibration import Calibration
 from planner.cost.cluster import ClusterSpec, Device, Host, Level, PeakFlops
+from planner.cost.software import Software
 from tests.planner.plans import plan_of, residual_mlp
 
 GPUS = ("dgx-a100", "dgx-a100-40gb", "dgx-h100", "dgx-v100", "hgx-b200", "hgx-h200", "workstation")
@@ -438,3 +439,14 @@ def test_a_plan_is_no_cluster_and_has_one(tmp_path: Path) -> None:
     plan_of(residual_mlp()).save(path)
     with pytest.raises(ClusterError, match=r"plan.json' is a plan: Plan.load\(.*\).cluster.save\('cluster.yaml'\)"):
         ClusterSpec.load(path)
+
+
+def test_software_is_stated_by_name() -> None:
+    """What is left out is autopar's own, and a cluster without it is written as before."""
+    plain = ClusterSpec.from_dict(written())
+    assert plain.software == Software() and "software" not in plain.to_dict()
+    spec = ClusterSpec.from_dict({**written(), "software": {"compile": "layers", "overlaps": ["gathers", "tensor"]}})
+    assert ClusterSpec.from_dict(spec.to_dict()) == spec
+    assert "software compile layers, overlaps gathers and tensor" in spec.describe()
+    with pytest.raises(ClusterError, match=r"software.overlaps.*'gathers' or 'tensor'"):
+        ClusterSpec.from_dict({**written(), "software": {"overlaps": ["everything"]}})

@@ -12,6 +12,7 @@ from planner.base.errors import ClusterError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import Attention, Product, Stream, kernel_of
 from planner.cost.model import KINDS, CostModel, crossings
+from planner.cost.software import Software
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
 from planner.ir.layout import Axis, Mesh
 
@@ -392,3 +393,32 @@ def test_published_all_reduce_on_one_dgx_h100() -> None:
     costs = CostModel(ClusterSpec.preset("dgx-h100"))
     bus_bandwidth = 2 * 7 / 8 * 8 * 2**30 / costs.collective_s("all_reduce", axis(8), 8 * 2**30)
     assert 460e9 < bus_bandwidth < 480e9
+
+
+def test_products_in_float8_by_hand() -> None:
+    """On a device without tiles: flops at float8's peak, and five bytes for each element of both operands; backward
+    twice those flops, three bytes for operands that are cast again and five for the gradient.
+    """
+    device = ClusterSpec.preset("dgx-h100").device.model_copy(update={"multiprocessors": None})
+    cluster = ClusterSpec.preset("dgx-h100").model_copy(update={"device": device, "software": Software(float8=True)})
+    cost, product = CostModel(cluster), Product(4096, 1024, 2048)
+    flops, memory = 2 * 4096 * 1024 * 2048 / (1979e12 * 0.73), 3.35e12 * 0.85
+    operands, result = 4096 * 2048 + 2048 * 1024, 4096 * 1024
+    start_s = device.launch_overhead_s
+    assert cost.compute_s(0.0, 0.0, "bfloat16", kernel=product) == pytest.approx(
+        start_s + flops + 5 * operands / memory
+    )
+    backward_s = start_s + 2 * flops + (3 * operands + 5 * result) / memory
+    assert cost.compute_s(0.0, 0.0, "bfloat16", kernel=product.backward) == pytest.approx(backward_s)
+    assert cost.compute_s(0.0, 0.0, "float32", kernel=product) == CostModel(
+        cluster.model_copy(update={"software": Software()})
+    ).compute_s(0.0, 0.0, "float32", kernel=product)
+
+
+def test_fused_kernels_cost_their_bytes_and_begin_once() -> None:
+    cost = CostModel(ClusterSpec.preset("dgx-h100"))
+    device = cost.cluster.device
+    each_s = 1e9 / (3.35e12 * device.memory_efficiency)
+    assert cost.fused_s(1e9, "bfloat16", 0) == pytest.approx(each_s)
+    assert cost.fused_s(1e9, "bfloat16", 2) == pytest.approx(each_s + 2 * device.launch_overhead_s)
+    assert cost.fused_s(0.0, "bfloat16", 0) == 0.0

@@ -134,6 +134,8 @@ def test_pins_keep_their_form() -> None:
     "graph, devices, pin, message",
     [
         (transformer(2), 4, {"tensor": [4]}, r"pin 'tensor' is \[4\]; .* \[row, column\], or three, \[input, output"),
+        (transformer(2), 4, {"tensor": "2x2"}, r"pin 'tensor' is '2x2'; .* the ranks along each axis of a grid: two"),
+        (transformer(2), 4, {"depth": 2}, "share the batch, and pin 'tensor' is not given: pin 'tensor' to"),
         (transformer(2), 4, {"tensor": [2, 0]}, r"pin 'tensor' is \[2, 0\]; .* whole numbers from 1"),
         (transformer(2), 4, {"row": 2, "column": 2}, "no decision called 'column', 'row'; known: .*depth"),
         (transformer(2), 4, {"2.5d": 4}, r"for '2.5d' pin 'tensor': \[row, column\] and 'depth'"),
@@ -156,7 +158,7 @@ def test_pins_keep_their_form() -> None:
             residual_mlp(layers=2, width=64, batch=20),
             16,
             {"depth": 4, "tensor": [2, 2]},
-            "the product of pins 'depth' and 'tensor' is 8 but input 'x' has a batch of 20, which it does not divide",
+            r"the product of pins 'depth' and 'tensor' \(row\) is 8 but input 'x' has a batch of 20",
         ),
         (transformer(2), 4, {"tensor": 4, "streamed": 2}, "pin 'streamed' is 2; it is True or False"),
         (transformer(2), 3, {"tensor": [1, 3]}, "pin 'tensor': axis 'column' is 3, .* hidden dim .* none: 64; pin"),

@@ -55,7 +55,7 @@ def test_reports_name_what_it_shards() -> None:
             "is 5 but the hidden dim has length 36, which",
         ),
         (GRAPH, 2, {"hiden": 2}, "no decision called 'hiden'; known: .*hidden"),
-        (GRAPH, 4, {REST: 2}, r"\(hidden, tensor, table, ulysses, context, expert_tensor, expert\)"),
+        (GRAPH, 4, {REST: 2}, r"\(hidden, tensor, table, ulysses, context, expert_tensor, expert, model\)"),
     ],
 )
 def test_errors_name_it(graph: Graph, devices: int, pin: dict[str, int], message: str) -> None:

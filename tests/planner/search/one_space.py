@@ -11,12 +11,11 @@ import math
 import operator
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 
 from planner.analysis.memory import usage
-from planner.base.errors import AutoparError, ClusterError, InfeasibleError
+from planner.base.errors import AutoparError, InfeasibleError
 from planner.cost.cluster import ClusterSpec, Host
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
@@ -49,7 +48,7 @@ def searched(graph: Graph, cluster: ClusterSpec, offload: str | None = None) -> 
     try:
         pins = Pins.parse({"offload": offload or "none"})
         return search(graph, cluster, pins, Training())
-    except (InfeasibleError, ClusterError) as error:
+    except InfeasibleError as error:
         return error
 
 
@@ -57,19 +56,8 @@ def in_one_piece(graph: Graph, cluster: ClusterSpec, folding: bool) -> Searched 
     """The best plan without pipelines and micro-batches, with which folding may be off."""
     try:
         return search(graph, cluster, whole(), Training(), folding=folding)
-    except (InfeasibleError, ClusterError):  # nothing fits, or no size of the model can be divided
-        return None
-
-
-def is_indivisible(graph: Graph, cluster: ClusterSpec) -> bool:
-    """Whether a search refuses plans in one piece since no size of the model can be divided among the devices."""
-    try:
-        search(graph, cluster, whole(), Training())
-    except ClusterError:
-        return True
     except InfeasibleError:
-        pass
-    return False
+        return None
 
 
 def config_of(candidate: Candidate, configs: Iterable[Config]) -> Config:
@@ -186,10 +174,9 @@ class Violation:
 
     Attributes:
         what: ``missed`` (said to be optimal), ``bound`` (above the optimum), ``row`` (the same of one configuration),
-            ``refused`` (something fits), ``better`` (than all there is), ``too large``, ``unfolded``.
-        cause: ``indivisible`` where the search says that the model cannot
-            be divided among the devices, ``home`` where it holds of plans with model data on the device, ``offload``
-            where the home of model data is pinned to the host, else ``search``.
+            ``better`` (than all there is), ``too large``, ``unfolded``.
+        cause: ``home`` where it holds of plans with model data on the device, ``offload`` where the home of model data
+            is pinned to the host, else ``search``.
         off: by which part.
     """
 
@@ -273,23 +260,19 @@ class _Check:
         """Tell a violation."""
         self.tally.violations.append(Violation(self.case.seed, self.case.text, self.limit, what, cause, off, text))
 
-    def _compare(
-        self, found: Searched | AutoparError, optimum: Optimum, where: object, cause: Callable[[], str]
-    ) -> bool:
+    def _compare(self, found: Searched | AutoparError, optimum: Optimum, where: object, cause: str) -> bool:
         """Whether no plan is faster than a search says; else it is told."""
-        if isinstance(found, ClusterError):
-            return self._holds("refused", math.inf, optimum, where, cause)
         if isinstance(found, AutoparError):  # which says that none was found, not that there is none
             self.tally.unfound += math.isfinite(optimum.time_s)
             return True
         is_best = found.gap > 0 or self._holds("missed", found.planned_step_s, optimum, where, cause)
         return is_best and self._holds("bound", found.bound_s, optimum, where, cause)
 
-    def _holds(self, what: str, claimed_s: float, optimum: Optimum, where: object, cause: Callable[[], str]) -> bool:
+    def _holds(self, what: str, claimed_s: float, optimum: Optimum, where: object, cause: str) -> bool:
         if claimed_s <= optimum.time_s * (1 + EXACT):
             return True
         text = f"{claimed_s:.6g} s said to be the least, and {optimum.time_s:.6g} s on {where}: {optimum.what}"
-        self.say(what, cause(), claimed_s / optimum.time_s - 1, text)
+        self.say(what, cause, claimed_s / optimum.time_s - 1, text)
         return False
 
     def of_the_search(self) -> None:
@@ -299,7 +282,7 @@ class _Check:
         tally.search_s += time.monotonic() - start
         tally.problems += 1
         config, best = min(self.optima.items(), key=lambda each: each[1].time_s)
-        is_true = self._compare(found, best, config, lambda: self._cause(config, found))
+        is_true = self._compare(found, best, config, "search")
         if isinstance(found, AutoparError):
             tally.infeasible += 1
         else:
@@ -307,10 +290,10 @@ class _Check:
             for row in found.candidates:
                 tally.rows += 1
                 own = config_of(row, self.optima)
-                self._holds("row", row.bound_s, self.optima[own], own, partial(self._cause, own, found))
+                self._holds("row", row.bound_s, self.optima[own], own, "search")
         for (limit, home), optimum in self.case.offloaded.items():
             if limit == self.limit and is_true:
-                self._compare(found, optimum, f"home {home}", lambda: "home")
+                self._compare(found, optimum, f"home {home}", "home")
 
     def _count(self, found: Searched, best: Optimum) -> None:
         """Count what is found, and see that it is no better than can be."""
@@ -324,14 +307,6 @@ class _Check:
             self.say("too large", "search", peak_of(found) / self.limit - 1, f"a plan of {peak_of(found)} B")
         if time_s < best.time_s * (1 - EXACT):
             self.say("better", "search", 1 - time_s / best.time_s, f"{time_s:.6g} s on {found.best.config}, not {best}")
-
-    def _cause(self, config: Config, found: Searched | AutoparError) -> str:
-        """Why what is said of a configuration does not hold: or that it does not."""
-        if isinstance(found, ClusterError):
-            return "indivisible"
-        if config.in_one_piece and is_indivisible(self.case.graph, self.cluster):
-            return "indivisible"
-        return "search"
 
     def of_folding(self) -> None:
         """Folded is unfolded, of plans that both can have."""
@@ -347,12 +322,7 @@ class _Check:
             if limit == self.limit:
                 self.tally.offloads += 1
                 found = searched(self.case.graph, self.cluster, PINS[home])
-                self._compare(found, best, f"home {home}", partial(_pinned_cause, found))
+                self._compare(found, best, f"home {home}", "offload")
                 step_s = math.inf if isinstance(found, AutoparError) else found.planned_step_s
                 if step_s < best.time_s * (1 - EXACT):
                     self.say("better", "offload", 1 - step_s / best.time_s, f"{step_s:.6g} s, not {best}")
-
-
-def _pinned_cause(found: Searched | AutoparError) -> str:
-    """Why what is said with the home of model data pinned to the host does not hold."""
-    return "indivisible" if isinstance(found, ClusterError) else "offload"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import Attention, Kernel, Product
 from planner.cost.model import CostModel
+from planner.cost.software import Software
 from planner.formulation.remat.levels import pareto_frontier
 from planner.ir.layout import Mesh
 from planner.search.parallel_config import Arithmetic, ParallelConfig
@@ -20,15 +21,18 @@ from tests.planner.plans import named
 from tests.planner.search.test_optimum import random_cluster
 
 COSTS = [CostModel(ClusterSpec.preset(name)) for name in ("dgx-h100", "dgx-v100", "cpu")]
+COMPILED = {"software": Software(compile=True, float8=True)}
+COSTS.append(CostModel(COSTS[0].cluster.model_copy(update=COMPILED)))
 cuts, sizes = st.sampled_from([1, 2, 3, 8, 64]), st.integers(1, 5000)
 
 
 def check(cost: CostModel, kernel: Product | Attention, part: Kernel, parts: int, moved: int) -> None:
     """Parts on a device each take no less than the least of the whole, their starts aside."""
     flops, start_s = kernel.flops, cost.cluster.device.launch_overhead_s
-    least_s = cost.least_s(flops, moved, "float32", kernel)
-    cut_s = parts * (cost.compute_s(flops / parts, moved / parts, "float32", kernel=part) - start_s)
-    assert 0 < least_s <= cut_s * (1 + 1e-9)
+    for dtype in ("float32", "bfloat16"):
+        least_s = cost.least_s(flops, moved, dtype, kernel)
+        cut_s = parts * (cost.compute_s(flops / parts, moved / parts, dtype, kernel=part) - start_s)
+        assert 0 < least_s <= cut_s * (1 + 1e-9)
 
 
 @given(st.sampled_from(COSTS), st.tuples(sizes, sizes, sizes, sizes), st.tuples(cuts, cuts, cuts, cuts), st.booleans())
@@ -54,11 +58,11 @@ def test_no_cut_of_an_attention_takes_less(
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_no_assignment_beats_the_arithmetic(which: str, stages: int, micro_batches: int, schedule: str) -> None:
     rng = random.Random(f"{which} {stages} {micro_batches}")
-    for _ in range(3):
-        spec = random_cluster(rng, (2, 4))
+    for number in range(3):
+        spec = random_cluster(rng, (2, 4)).model_copy(update=COMPILED if number == 2 else {})
         space = space_of(which, spec, stages, micro_batches, schedule, all=8 // stages)
         config = ParallelConfig(stages, Mesh.of(all=8 // stages).micro_batched(micro_batches))
-        bound_s = Arithmetic(space.decision_graph, space.cost).bound_s(config, schedule)
+        bound_s = Arithmetic(space.decision_graph, space.cost, space.training).bound_s(config, schedule)
         assert bound_s > 0
         steps = pareto_frontier(space.folded, named(space.folded))
         bound = space.problem(None, steps[0])

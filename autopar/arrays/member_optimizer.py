@@ -1,0 +1,128 @@
+"""One optimizer for all members: a parameter group for each, of rows of the stacked parameters."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.optim.optimizer import CHOSEN, is_elementwise
+from autopar.runtime.optim.parts import local
+from autopar.runtime.spmd.mesh import rows_of
+from planner.base.errors import InputError
+from planner.formulation.constraints.labels import RUNNING_MODELS
+
+
+class _MemberRows:
+    """A stacked parameter, and a parameter of its own for each member of which this rank holds something."""
+
+    def __init__(self, stacked: Tensor, members: Sequence[int]):
+        self.stacked = stacked
+        values = local(stacked).detach()
+        self.of = {member: nn.Parameter(row) for member, row in zip(members, values.unbind(), strict=True)}
+        self._address = values.data_ptr()
+
+    def follow(self, running: Sequence[bool]) -> None:
+        """Let rows lie where the stacked parameter does, and have its gradients; of members that are stopped, none."""
+        values, gradient = local(self.stacked).detach(), self.stacked.grad
+        if values.data_ptr() != self._address:
+            self._address = values.data_ptr()
+            for row, value in zip(self.of.values(), values.unbind(), strict=True):
+                row.data = value
+        gradients = [None] * len(self.of) if gradient is None else local(gradient).unbind()
+        for (member, row), own in zip(self.of.items(), gradients, strict=True):
+            row.grad = own if running[member] else None
+
+
+def member_optimizer(
+    make: type[torch.optim.Optimizer],
+    array: nn.Module,
+    members: int,
+    vary: Mapping[str, Sequence[Any]],
+    options: Mapping[str, Any],
+    parallel: ParallelModule | None,
+) -> torch.optim.Optimizer:
+    """See :meth:`autopar.arrays.model_array.ModelArray.optimizer`."""
+    if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)):
+        raise InputError(f"an array's optimizer is made of a class, such as torch.optim.AdamW, not of {make!r}")
+    _check_options(make, vary)
+    own = [{**options, **{name: values[member] for name, values in vary.items()}} for member in range(members)]
+    module = array if parallel is None else parallel
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if parallel is not None:
+        _check_parallel(make, parallel, own)
+    rows = [_MemberRows(each, _members(parallel, name, members)) for name, each in trained.items()]
+    of_members = [[each.of[member] for each in rows if member in each.of] for member in range(members)]
+    groups = [{**own[member], "params": held} for member, held in enumerate(of_members) if held]
+    takes_fused = "fused" in inspect.signature(make).parameters and not CHOSEN & options.keys()
+
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        for each in rows:
+            each.stacked.grad = None
+        make.zero_grad(self, set_to_none)
+
+    kind = type(make.__name__, (make,), {"zero_grad": zero_grad, "__doc__": make.__doc__})
+    made = kind(groups, **{"fused": True} if takes_fused else {})
+
+    def follow(*_: Any) -> None:
+        runs = array.get_buffer(RUNNING_MODELS).tolist()
+        for each in rows:
+            each.follow(runs)
+
+    made.register_step_pre_hook(follow)
+    return made
+
+
+def set_running(parallel: ParallelModule, running: Tensor) -> None:
+    """Tell a parallel module's part of the buffer which members are trained."""
+    leaf = parallel.stored.get(RUNNING_MODELS)
+    if leaf is not None:
+        parallel.get_buffer(RUNNING_MODELS).copy_(running[[*_members(parallel, RUNNING_MODELS, len(running))]])
+
+
+def _check_options(make: type[torch.optim.Optimizer], vary: Mapping[str, Any]) -> None:
+    known = [name for name in inspect.signature(make).parameters if name != "params"]
+    for name in vary:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+            raise InputError(
+                f"vary: {make.__name__} has no hyper-parameter {name!r}; "
+                f"{'close' if near else 'there'} are: {', '.join(near or known)}"
+            )
+
+
+def _check_parallel(
+    make: type[torch.optim.Optimizer], parallel: ParallelModule, own: Sequence[Mapping[str, Any]]
+) -> None:
+    if parallel.offload is not None:
+        raise InputError(
+            "the plan moves parameters between tiers, and rows of them are stepped where they lie: plan the array with "
+            "pin={'offload': 'none'}"
+        )
+    cut = [name for name in parallel.stored if _is_cut_inside(parallel, name)]
+    if cut and not all(is_elementwise(make, each, parallel.get_parameter(cut[0]).device) for each in own):
+        raise InputError(
+            f"{make.__name__} does not update every element by itself, and ranks hold parts of each member's "
+            f"{cut[0]!r}: take an optimizer that does (AdamW, SGD ...), or a plan that shards members alone "
+            "(pin={'model': ...})"
+        )
+
+
+def _is_cut_inside(parallel: ParallelModule, name: str) -> bool:
+    """Whether ranks hold parts of a member's tensor."""
+    leaf = parallel.stored[name]
+    return leaf.kind == "param" and local(parallel.get_parameter(name)).shape[1:] != leaf.shape[1:]
+
+
+def _members(parallel: ParallelModule | None, name: str, members: int) -> Sequence[int]:
+    """The members of whose tensor of a name this rank holds something."""
+    if parallel is None:
+        return range(members)
+    leaf = parallel.stored[name]
+    first, *_ = rows_of(leaf.shape, leaf.layout, parallel.mesh, parallel.rank)
+    return torch.arange(members)[first].tolist()
