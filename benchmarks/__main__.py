@@ -2,7 +2,7 @@
 
 python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [observed] [published] [runs] [imitated]
                      [family] [iopddl] [memory] [million] [rsa] [integrations] [exporters] [pipeline] [schedules]
-                     [transfer schedule] [offload] [compiled] [tables] [cached] [elastic] [fuzz [files]]
+                     [transfer schedule] [offload] [compiled] [tables] [cached] [elastic] [fleet] [fuzz [files]]
                      [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
@@ -32,6 +32,7 @@ from benchmarks import (
     exact,
     exporters,
     family,
+    fleet,
     fuzz,
     imitated,
     integrations,
@@ -817,6 +818,65 @@ def _record_cached(found: Sequence[cached_table.CachedRun], facts: dict[str, Any
     print(record.write("cached_table", "A table that is cached", notes, rows, raw, facts), flush=True)
 
 
+def fleets() -> None:
+    """Jobs that arrive on 64 GPUs under every rule, and small fleets beside what CP-SAT proves."""
+    facts = record.circumstances()
+    known = []
+    for curve in fleet.curves():
+        known.append(curve)
+        print(f"planned {curve.model}: {len(curve.steps)} step times, {curve.cpu_s:.0f} s of CPU", flush=True)
+    found = []
+    for each in fleet.arrivals(known):
+        found.append(each)
+        print(f"simulated seed {each.seed}: {each.mean_s[fleet.EVOLUTION] / 60:.1f} min", flush=True)
+    write_fleets(known, found, [*fleet.small_fleets(known)], facts)
+
+
+def write_fleets(
+    known: Sequence[fleet.PlannedCurve],
+    found: Sequence[fleet.SimulatedFleet],
+    small: Sequence[fleet.SimulatedFleet],
+    facts: dict[str, Any],
+) -> None:
+    """A row for each rule, and small fleets in words."""
+    rows = [
+        {
+            "rule": name,
+            "average completion min": f"{statistics.mean(r.mean_s[name] for r in found) / 60:.1f}",
+            "over evolution": f"{statistics.mean(ratios):.2f}",
+            "of all seeds": f"{min(ratios):.2f} to {max(ratios):.2f}",
+            "evolution is faster in": f"{sum(ratio > 1 for ratio in ratios)} of {len(found)}"
+            if name != fleet.EVOLUTION
+            else "",
+            "moves": f"{statistics.mean(r.moves[name] for r in found):.0f}",
+            "devices busy": f"{statistics.mean(r.busy[name] for r in found):.0%}",
+        }
+        for name in found[0].mean_s
+        for ratios in [[r.mean_s[name] / r.mean_s[fleet.EVOLUTION] for r in found]]
+    ]
+    proved = [r for r in small if r.exact_s is not None and r.bound_s >= r.exact_s * (1 - fleet.GAP)]
+    over = {
+        name: f"{name} {statistics.mean(ratios):.1%} on average and {max(ratios):.1%} at most"
+        for name in found[0].mean_s
+        for ratios in [[r.mean_s[name] / r.bound_s - 1 for r in proved]]
+    }
+    within = sum(r.mean_s[fleet.EVOLUTION] <= 1.05 * r.bound_s for r in proved)
+    solving_s = statistics.mean(r.cpu_s for r in small)
+    notes = (
+        f"{fleet.JOBS} jobs arrive at random on 64 H100 in {fleet.NODES} nodes, in {len(found)} seeds: training of "
+        f"{' or '.join(fleet.MODELS)} on sequences of {fleet.SEQUENCE:,}, with limits of the batch between 16 and "
+        f"{fleet.BATCHES[1]:,} and step times from plans; a move takes {fleet.RESTART_S:g} s and the state over the "
+        "network. Rules know a job when it arrives, and how many samples remain. Fixed sizes of the first two are the "
+        "most devices at which a job is at least half as efficient as on its fewest. The search takes "
+        f"{statistics.mean(r.cpu_s for r in found):.1f} CPU seconds a seed. Of {len(small)} fleets of "
+        f"{fleet.SMALL_JOBS} jobs on one node, half of them at once, CP-SAT proves {len(proved)} to a thousandth ("
+        f"{solving_s:.1f} CPU seconds on average, {fleet.LIMIT_S:g} s of work at most). Over the bound are there "
+        f"{', '.join(over.values())}; the search, which knows no arrivals beforehand, is within 5 % in {within}."
+    )
+    raw = {"curves": [*map(asdict, known)], "arrivals": [*map(asdict, found)], "small": [*map(asdict, small)]}
+    print(record.write("fleet", "Fleets", notes, rows, raw, facts), flush=True)
+
+
 def transfer_schedules() -> None:
     """Bytes that planned transfer schedules move beside those of other rules."""
     facts = record.circumstances()
@@ -934,6 +994,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "tables": placements,
     "cached": cached,
     "elastic": moved,
+    "fleet": fleets,
     "offload": offloads,
     "gpu_offload": gpu_offloads,
     "gpu_steps": gpu_steps,
