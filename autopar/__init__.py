@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.arrays.array import array
+    from autopar.checkpoint.elastic import ElasticRun
     from autopar.checkpoint.export import export_safetensors
+    from autopar.checkpoint.live import hold, reshard
     from autopar.checkpoint.load import load_checkpoint
     from autopar.checkpoint.save import save_checkpoint
     from autopar.driver.further import plan_inputs
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from autopar.functions.register import register
     from autopar.operators.delink import delink
     from autopar.operators.experts import experts
+    from autopar.runtime.optim.lamb import Lamb
+    from autopar.runtime.optim.lars import Lars
+    from autopar.runtime.optim.norms import whole_norms
     from autopar.tables.cached_embedding_bag import CachedEmbeddingBag
     from autopar.verification.verify import verify
     from planner.base.errors import (
@@ -47,9 +52,12 @@ _LAZY = {
     "ClusterError": "planner.base.errors",
     "ClusterSpec": "planner.cost.cluster",
     "ConfigError": "planner.base.errors",
+    "ElasticRun": "autopar.checkpoint.elastic",
     "EmbeddingTable": "planner.tables.embedding_table",
     "InfeasibleError": "planner.base.errors",
     "InputError": "planner.base.errors",
+    "Lamb": "autopar.runtime.optim.lamb",
+    "Lars": "autopar.runtime.optim.lars",
     "PinError": "planner.base.errors",
     "Plan": "planner.plan.plan",
     "PlanError": "planner.base.errors",
@@ -59,6 +67,7 @@ _LAZY = {
     "evaluate": "autopar.driver.plan",
     "experts": "autopar.operators.experts",
     "export_safetensors": "autopar.checkpoint.export",
+    "hold": "autopar.checkpoint.live",
     "lint": "autopar.driver.lint",
     "load_checkpoint": "autopar.checkpoint.load",
     "parallelize": "autopar.driver.parallelize",
@@ -68,8 +77,10 @@ _LAZY = {
     "predict_cache": "planner.tables.cached_rows",
     "register": "autopar.functions.register",
     "replan": "autopar.driver.replan",
+    "reshard": "autopar.checkpoint.live",
     "save_checkpoint": "autopar.checkpoint.save",
     "verify": "autopar.verification.verify",
+    "whole_norms": "autopar.runtime.optim.norms",
 }
 
 __all__ = [
@@ -79,9 +90,12 @@ __all__ = [
     "ClusterError",
     "ClusterSpec",
     "ConfigError",
+    "ElasticRun",
     "EmbeddingTable",
     "InfeasibleError",
     "InputError",
+    "Lamb",
+    "Lars",
     "PinError",
     "Plan",
     "PlanError",
@@ -91,6 +105,7 @@ __all__ = [
     "evaluate",
     "experts",
     "export_safetensors",
+    "hold",
     "lint",
     "load_checkpoint",
     "parallelize",
@@ -100,8 +115,10 @@ __all__ = [
     "predict_cache",
     "register",
     "replan",
+    "reshard",
     "save_checkpoint",
     "verify",
+    "whole_norms",
 ]
 __version__ = "0.1.0"
 

@@ -2,8 +2,8 @@
 
 python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
                      [million] [rsa] [integrations] [exporters] [pipeline] [schedules] [transfer schedule] [offload]
-                     [tables] [cached] [array] [fuzz [files]] [exact [problems [seed]]] [gpu_steps] [gpu_offload]
-                     [gpu_largest]
+                     [compiled] [tables] [cached] [array] [elastic] [fuzz [files]] [exact [problems [seed]]]
+                     [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -26,7 +26,9 @@ import torch
 from benchmarks import (
     array,
     cached_table,
+    compiled,
     context,
+    elastic,
     exact,
     exporters,
     family,
@@ -65,6 +67,7 @@ EXPERT_CASES = tuple(
     step_time.Case("expert", ranks, heap, steps=32) for ranks in (2, 4) for heap in ("default", "kept")
 )
 SHARD_CASES = tuple(step_time.Case(kind, ranks) for kind in ("zero 2", "zero 3") for ranks in (2, 4))
+COMPILED_CASES = tuple(compiled.Case(kind, 2) for kind in compiled.KINDS)
 THEIRS = {
     "data": "DDP",
     "zero 2": "fully_shard, kept",
@@ -222,6 +225,45 @@ def steps(name: str, title: str, cases: Sequence[step_time.Case]) -> None:
         "other users of the machine. *Heap*: as the C library comes, or kept between steps."
     )
     print(record.write(name, title, notes, rows, [asdict(r) for r in results], facts), flush=True)
+
+
+def compiled_blocks() -> None:
+    """Compiled blocks beside eager ones and beside torch's, and what compiling takes by depth."""
+    facts = record.circumstances()
+    found = []
+    for case in COMPILED_CASES:
+        found.append(compiled.compare(case))
+        print(f"stepped {case.kind}: {found[-1].cpu_ratio('eager'):.3f} of eager", flush=True)
+    depths = compiled.depths()
+    rows = [
+        {
+            "plan": ", ".join(f"{k}={v}" for k, v in r.case.pin.items()),
+            "theirs": THEIRS[r.case.kind],
+            "graphs": str(r.graphs),
+            **{f"{side} s": f"{statistics.median(r.wall_s[side]):.3f}" for side in compiled.SIDES},
+            "of eager": f"{r.ratio('eager'):.3f}",
+            "of theirs": f"{r.ratio('theirs'):.3f}",
+            **{f"{side} CPU s": f"{statistics.median(r.cpu_s[side]):.3f}" for side in compiled.SIDES},
+            "CPU of eager": f"{r.cpu_ratio('eager'):.3f}",
+            "CPU of theirs": f"{r.cpu_ratio('theirs'):.3f}",
+            "loss differs by": f"{r.loss_difference:.1e}",
+        }
+        for r in found
+    ]
+    shape = found[0].case.shape
+    taken = "; ".join(
+        f"{d.layers} layers: {d.compile_s:.1f} s, {d.again_s:.1f} s again, {d.graphs} graphs" for d in depths
+    )
+    sizes = f"{shape.layers} layers of width {shape.hidden}, {shape.vocab} tokens of vocabulary"
+    notes = (
+        f"One training step (forward, backward, fused AdamW) of a Llama on local gloo processes: {sizes}, "
+        f"{shape.batch} x {shape.sequence} tokens, float32: "
+        "ours with compiled and with eager blocks, and torch's own with every layer under `torch.compile`. Medians of "
+        f"{compiled.STEPS} steps, taken in turns in one run; CPU seconds are those of the busiest rank. CPU seconds of "
+        f"compiling a narrow Llama with inductor's cache empty, and again with what that left there: {taken}."
+    )
+    raw = {"steps": [asdict(r) for r in found], "depths": [asdict(d) for d in depths]}
+    print(record.write("compiled", "Compiled blocks", notes, rows, raw, facts), flush=True)
 
 
 def attended() -> None:
@@ -678,6 +720,31 @@ def cached() -> None:
             _record_cached(found, facts)
 
 
+def moved() -> None:
+    """A run that goes on with 3 of 4 processes: from memory, and through a checkpoint."""
+    facts = record.circumstances()
+    with tempfile.TemporaryDirectory() as folder:
+        found = elastic.runs(Path(folder))
+    columns = {"emptying the rank": "hold_s", "all": "live_s", "save": "save_s", "load": "load_s"}
+    rows = [
+        {
+            "state MB": f"{r.state_bytes / 1e6:.0f}",
+            "sent MB": f"{r.sent_bytes / 1e6:.1f}",
+            **{f"{name} s": f"{getattr(r, column):.2f}" for name, column in columns.items()},
+            "memory / files": f"{r.live_s / (r.save_s + r.load_s):.2f}",
+        }
+        for r in found
+    ]
+    notes = (
+        f"{elastic.LAYERS} pairs of linear layers of {elastic.WIDTH} features with Adam, sharded over "
+        f"{elastic.RANKS[0]} processes (ZeRO 3), go on sharded over {elastic.RANKS[1]} of them. *From memory*: "
+        "`autopar.hold(leaving=...)` sends what only the rank that leaves holds to the others' hosts, and "
+        "`autopar.reshard` fills a module of the other plan. *Through files*: `save_checkpoint` and `load_checkpoint` "
+        "of the same run. Seconds until the slowest rank is done."
+    )
+    print(record.write("elastic", "Going on with other ranks", notes, rows, [*map(asdict, found)], facts), flush=True)
+
+
 def _record_cached(found: Sequence[cached_table.CachedRun], facts: dict[str, Any]) -> None:
     rows = [
         {
@@ -836,6 +903,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "step": partial(steps, "step_time", "Step time", STEP_CASES),
     "stages": partial(steps, "stages", "Step time of pipelines", STAGE_CASES),
     "experts": partial(steps, "experts", "Step time of experts", EXPERT_CASES),
+    "compiled": compiled_blocks,
     "context": attended,
     "shards": partial(steps, "shards", "Step time of sharded parameters", SHARD_CASES),
     "predicted": predictions,
@@ -855,6 +923,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "tables": placements,
     "cached": cached,
     "array": arrays,
+    "elastic": moved,
     "offload": offloads,
     "gpu_offload": gpu_offloads,
     "gpu_steps": gpu_steps,

@@ -139,7 +139,7 @@ def train_both(case: Case) -> Compared:
         model = moe.Mixture(case.shape.hidden)
     by_hand = {"data": _ddp, "tensor": _tensor_parallel, "pipeline": _pipelining, "expert": _dispatched}
     theirs = by_hand.get(case.kind, _fully_sharded)
-    sides = [_Side(*make(copy.deepcopy(model.train()), case)) for make in (_ours, theirs)]
+    sides = [Side(*make(copy.deepcopy(model.train()), case)) for make in (_ours, theirs)]
     times: list[list[tuple[float, float]]] = [[], []]
     difference = 0.0
     for step in range(case.warmup + case.steps):
@@ -166,7 +166,7 @@ def _keep_heap() -> None:
     assert accepted, "this C library has no such setting"
 
 
-class _Side:
+class Side:
     """A parallelized model with its optimizer.
 
     Args:

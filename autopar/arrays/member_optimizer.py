@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.optim.optimizer import CHOSEN, check_elementwise
+from autopar.runtime.optim.optimizer import CHOSEN, is_elementwise
+from autopar.runtime.optim.parts import local
 from autopar.runtime.spmd.mesh import rows_of
 from planner.base.errors import InputError
 from planner.formulation.constraints.labels import RUNNING_MODELS
@@ -23,18 +23,18 @@ class _MemberRows:
 
     def __init__(self, stacked: Tensor, members: Sequence[int]):
         self.stacked = stacked
-        values = _local(stacked)
+        values = local(stacked).detach()
         self.of = {member: nn.Parameter(row) for member, row in zip(members, values.unbind(), strict=True)}
         self._address = values.data_ptr()
 
     def follow(self, running: Sequence[bool]) -> None:
         """Let rows lie where the stacked parameter does, and have its gradients; of members that are stopped, none."""
-        values, gradient = _local(self.stacked), self.stacked.grad
+        values, gradient = local(self.stacked).detach(), self.stacked.grad
         if values.data_ptr() != self._address:
             self._address = values.data_ptr()
             for row, value in zip(self.of.values(), values.unbind(), strict=True):
                 row.data = value
-        gradients = [None] * len(self.of) if gradient is None else _local(gradient).unbind()
+        gradients = [None] * len(self.of) if gradient is None else local(gradient).unbind()
         for (member, row), own in zip(self.of.items(), gradients, strict=True):
             row.grad = own if running[member] else None
 
@@ -104,16 +104,19 @@ def _check_parallel(
             "the plan moves parameters between tiers, and rows of them are stepped where they lie: plan the array with "
             "pin={'offload': 'none'}"
         )
-    cut = [name for name, leaf in parallel.stored.items() if _is_cut_inside(parallel, name)]
-    if cut:
-        for options in own:
-            check_elementwise(make, options, parallel.get_parameter(cut[0]).device)
+    cut = [name for name in parallel.stored if _is_cut_inside(parallel, name)]
+    if cut and not all(is_elementwise(make, each, parallel.get_parameter(cut[0]).device) for each in own):
+        raise InputError(
+            f"{make.__name__} does not update every element by itself, and ranks hold parts of each member's "
+            f"{cut[0]!r}: take an optimizer that does (AdamW, SGD ...), or a plan that shards members alone "
+            "(pin={'model': ...})"
+        )
 
 
 def _is_cut_inside(parallel: ParallelModule, name: str) -> bool:
     """Whether ranks hold parts of a member's tensor."""
     leaf = parallel.stored[name]
-    return leaf.kind == "param" and _local(parallel.get_parameter(name)).shape[1:] != leaf.shape[1:]
+    return leaf.kind == "param" and local(parallel.get_parameter(name)).shape[1:] != leaf.shape[1:]
 
 
 def _members(parallel: ParallelModule | None, name: str, members: int) -> Sequence[int]:
@@ -123,7 +126,3 @@ def _members(parallel: ParallelModule | None, name: str, members: int) -> Sequen
     leaf = parallel.stored[name]
     first, *_ = rows_of(leaf.shape, leaf.layout, parallel.mesh, parallel.rank)
     return torch.arange(members)[first].tolist()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()

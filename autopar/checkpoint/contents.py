@@ -151,6 +151,28 @@ def _local(tensor: Tensor) -> Tensor:
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
+def optimizers_of(given: Any) -> list[Any]:
+    """Those that are saved with a module: one, or a list or tuple of them, of different parameters."""
+    if given is None:
+        return []
+    return [*given] if isinstance(given, (list, tuple)) else [given]
+
+
+def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What two optimizers have by name of a parameter.
+
+    Raises:
+        CheckpointError: both have the same parameter.
+    """
+    twice = sorted(one.keys() & other.keys())
+    if twice:
+        raise CheckpointError(
+            f"two optimizers have {len(twice)} parameters of the module in common, {twice[0]!r} the first: give "
+            "optimizers of different parameters, e.g. by pmodel.optimizer(..., only=...)"
+        )
+    return {**one, **other}
+
+
 @dataclass(frozen=True)
 class OptimizerContents:
     """What this rank holds of an optimizer's state.
@@ -215,21 +237,22 @@ class OptimizerContents:
             index[name] = {}
             for key, value in self.state["state"].get(number, {}).items():
                 if isinstance(value, Tensor):
-                    parts[f"{OPTIM}{name}.{key}"], index[name][key] = self._part(name, key, value)
+                    parts[f"{OPTIM}{name}.{key}"], index[name][key] = self._part(number, name, key, value)
                 else:
                     index[name][key] = VALUE, value
         return parts, index
 
-    def _part(self, name: str, key: str, value: Tensor) -> tuple[Part, str]:
+    def _part(self, number: int, name: str, key: str, value: Tensor) -> tuple[Part, str]:
         of_parameter, local = self.held.parts[name], _local(value)
-        if local.shape == of_parameter.local.shape and not (local.ndim == 0 and key in SCALARS):
+        if isinstance(value, DTensor) and value.shape != self.named[number][1].shape:
+            if not all(placement.is_replicate() for placement in value.placements):
+                raise CheckpointError(
+                    f"the optimizer keeps {key!r} of {name} as a DTensor of shape {tuple(value.shape)}, not as the "
+                    f"parameter of shape {of_parameter.shape}, and ranks hold parts of it: a checkpoint takes state "
+                    "that lies as its parameter, and tensors that are the same on all ranks"
+                )
+        elif local.shape == of_parameter.local.shape and not (local.ndim == 0 and key in SCALARS):
             return replace(of_parameter, local=local), LIKE
-        if isinstance(value, DTensor):
-            raise CheckpointError(
-                f"the optimizer keeps {key!r} of {name} as a DTensor of shape {tuple(value.shape)}, not as the "
-                f"parameter of shape {of_parameter.shape}: a checkpoint takes state that lies as its parameter, "
-                "and plain tensors that are the same on all ranks"
-            )
         module = self.held.module
         if isinstance(module, ParallelModule):
             return Part.whole(local, module.rank, module.mesh.size), WHOLE

@@ -388,6 +388,11 @@ def _sync_directory(path: Path) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
+def is_saved(path: Path) -> bool:
+    """Whether a save to this path came to its end."""
+    return (path / _METADATA).exists()
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether there is something at this path that :meth:`Stored.open` is for."""
     return path.is_dir() and ((path / _METADATA).exists() or any(path.glob(f"{_SAVE}*")))
@@ -432,6 +437,10 @@ class Stored:
                 f"{manifest['autopar']}; this is autopar {autopar.__version__}, which reads format {FORMAT}: update it"
             )
         return Stored(where, name, manifest, _Unpickler(io.BytesIO(pickled)).load())
+
+    def __str__(self) -> str:
+        """As errors call it."""
+        return f"the checkpoint {str(self.path)!r}"
 
     @property
     def tensors(self) -> dict[str, TensorStorageMetadata]:

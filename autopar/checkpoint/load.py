@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from autopar.checkpoint.contents import MODEL, OPTIM, Index, ModuleContents, OptimizerContents, same
+from autopar.checkpoint.contents import MODEL, OPTIM, Index, ModuleContents, OptimizerContents, optimizers_of, same
 from autopar.checkpoint.files import Stored
-from autopar.checkpoint.parts import Part
+from autopar.checkpoint.parts import Box, Part
 from autopar.checkpoint.save import idle
+from autopar.checkpoint.together import Ranks
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pipeline.executor import PipelineStep
 from planner.base.errors import CheckpointError
@@ -38,7 +41,8 @@ def load_checkpoint(
     Args:
         path: what :func:`autopar.save_checkpoint` wrote.
         module: what :func:`autopar.parallelize` returned, or the original model.
-        optimizer: as it was when saved, over the same parameters in groups with the same members.
+        optimizer: as it was when saved, over the same parameters in groups with the same members; of several, a list
+            in the same order.
         extra: objects with ``load_state_dict()``, by the names that they were saved under; not plain data, which
             cannot be set from here and is in what is returned.
 
@@ -51,15 +55,52 @@ def load_checkpoint(
         DiskError: of a plan with model data on disk, a file cannot be written; all are left half loaded.
     """
     ranks = idle(module)
+    return take(lambda: Stored.open(path), ranks, f"loading the checkpoint {str(path)!r}", module, optimizer, extra)
+
+
+class SavedState(Protocol):
+    """What a module and an optimizer are filled from: a checkpoint, or what ranks hold."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorStorageMetadata]:
+        """Shape and dtype of every tensor, by its name in a checkpoint."""
+        ...
+
+    @property
+    def contents(self) -> Any:
+        """What was saved that is no tensor."""
+        ...
+
+    def names(self, kind: str) -> list[str]:
+        """The tensors whose names begin so, without that: ``model.`` or ``optim.``."""
+        ...
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Raise :class:`CheckpointError` where this share of it is damaged."""
+        ...
+
+    def read(self, wanted: Mapping[str, tuple[list[Box], Tensor]]) -> None:
+        """Fill boxes of parts of tensors; all ranks call it."""
+        ...
+
+
+def take(
+    open_state: Callable[[], SavedState],
+    ranks: Ranks,
+    task: str,
+    module: nn.Module,
+    optimizer: Any,
+    extra: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Fill a module and an optimizer, see :func:`load_checkpoint`; every rank must call it."""
     found: list[_Load] = []
 
     def check() -> tuple[set[str], set[str]]:
-        load = _Load.of(Stored.open(path), ModuleContents.of(module, ranks), optimizer)
+        load = _Load.of(open_state(), ModuleContents.of(module, ranks), optimizer)
         _check_extra(load.extra, extra or {})
         found.append(load)
         return load.names
 
-    task = f"loading the checkpoint {str(path)!r}"
     theirs = ranks.each(task, check)
     load = found[0]
     load.check_all_taken(theirs)
@@ -75,44 +116,38 @@ class _Load:
 
     Attributes:
         wanted: name in the checkpoint -> where it goes.
-        renewed: the optimizer's new state dict.
+        states: what the rank holds of each optimizer, and its new state dict.
     """
 
-    stored: Stored
+    stored: SavedState
     held: ModuleContents
     index: Index
     extra: dict[str, Any]
     wanted: dict[str, Part]
-    state: OptimizerContents | None
-    renewed: dict[str, Any]
+    states: list[tuple[OptimizerContents, dict[str, Any]]]
 
     @staticmethod
-    def of(stored: Stored, held: ModuleContents, optimizer: Any) -> _Load:
+    def of(stored: SavedState, held: ModuleContents, optimizer: Any) -> _Load:
         """Everything that this rank takes; raises :class:`CheckpointError` where it does not fit."""
         contents = dict(stored.contents)
         extra = contents.pop("extra")
         index = Index(**contents)
         wanted = {MODEL + name: part for name, part in held.parts.items()}
         _check(stored, wanted)
-        if optimizer is None:
-            return _Load(stored, held, index, extra, wanted, None, {})
-        if index.state is None:
+        load = _Load(stored, held, index, extra, wanted, [])
+        if index.state is None and optimizer is not None:
             raise CheckpointError(
-                f"the checkpoint {str(stored.path)!r} was saved without an optimizer: load it without one, or save "
+                f"{stored} was saved without an optimizer: load it without one, or save "
                 "with save_checkpoint(path, module, optimizer)"
             )
-        state = OptimizerContents.of(optimizer, held)
-        values, parts = _state(stored, index, state)
-        groups = [_group(number, group, index, state) for number, group in enumerate(state.state["param_groups"])]
-        return _Load(
-            stored,
-            held,
-            index,
-            extra,
-            {**wanted, **parts},
-            state,
-            {**state.state, "state": values, "param_groups": groups},
-        )
+        place = itertools.count()
+        for each in optimizers_of(optimizer):
+            state = OptimizerContents.of(each, held)
+            values, parts = _state(stored, index, state)
+            groups = [_group(next(place), group, index, state) for group in state.state["param_groups"]]
+            wanted.update(parts)
+            load.states.append((state, {**state.state, "state": values, "param_groups": groups}))
+        return load
 
     @property
     def names(self) -> tuple[set[str], set[str]]:
@@ -120,9 +155,8 @@ class _Load:
         if isinstance(self.held.module, ParallelModule) and self.held.module.rank:
             return set(), set()  # those of rank 0 of its stage
         names = {name.removeprefix(MODEL) for name in self.wanted if name.startswith(MODEL)} | self.held.aliases.keys()
-        if self.state is None:
-            return names, set()
-        saved = (each for name, _ in self.state.named.values() for each in self.held.saved_as(name))
+        own = (name for state, _ in self.states for name, _ in state.named.values())
+        saved = (each for name in own for each in self.held.saved_as(name))
         return names, set(map(self.index.first, saved))
 
     def check_all_taken(self, theirs: list[tuple[set[str], set[str]]]) -> None:
@@ -149,8 +183,8 @@ class _Load:
 
     def finish(self, extra: Mapping[str, Any]) -> None:
         """Take over all that is no tensor."""
-        if self.state is not None:
-            self.state.optimizer.load_state_dict(self.renewed)
+        for state, renewed in self.states:
+            state.optimizer.load_state_dict(renewed)
         module = self.held.module
         if isinstance(module, ParallelModule):
             if self.index.random is not None:
@@ -172,12 +206,12 @@ def _check_extra(saved: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
             )
 
 
-def _check(stored: Stored, wanted: Mapping[str, Part]) -> None:
+def _check(stored: SavedState, wanted: Mapping[str, Part]) -> None:
     tensors = stored.tensors
     missing = [name for name in wanted if name not in tensors]
     if missing:
         raise CheckpointError(
-            f"the checkpoint {str(stored.path)!r} lacks {len(missing)} tensors of the module, "
+            f"{stored} lacks {len(missing)} tensors of the module, "
             f"{missing[0].removeprefix(MODEL)!r} the first; is it of another model?"
         )
     for name, part in wanted.items():
@@ -194,7 +228,9 @@ def _check(stored: Stored, wanted: Mapping[str, Part]) -> None:
             )
 
 
-def _state(stored: Stored, index: Index, state: OptimizerContents) -> tuple[dict[int, dict[str, Any]], dict[str, Part]]:
+def _state(
+    stored: SavedState, index: Index, state: OptimizerContents
+) -> tuple[dict[int, dict[str, Any]], dict[str, Part]]:
     """The new state of this rank's parameters, still to be read, and what is to be read into it."""
     assert index.state is not None
     values: dict[int, dict[str, Any]] = {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.checkpoint import files
-from autopar.checkpoint.contents import MODEL, Index, ModuleContents, OptimizerContents
+from autopar.checkpoint.contents import MODEL, Index, ModuleContents, OptimizerContents, joined, optimizers_of
 from autopar.checkpoint.parts import Box, Part, pieces
 from autopar.checkpoint.together import Ranks
 from autopar.runtime.host.disk import check_there
@@ -43,7 +43,7 @@ def save_checkpoint(
         path: a directory, on a file system that all ranks share.
         module: what :func:`autopar.parallelize` returned, or any module that is the same on all ranks.
         optimizer: any torch optimizer of the module's parameters, or what has ``param_groups``, ``state_dict()`` and
-            ``load_state_dict()`` as these have.
+            ``load_state_dict()`` as these have; or a list of them, of different parameters.
         extra: by name, objects with ``state_dict()`` (schedulers, scalers, data loaders), and plain data. Those of
             rank 0 are saved.
         wait: ``False`` returns as soon as the values are copied to the host, and writes them in the background.
@@ -250,16 +250,9 @@ class _Share:
 def _prepare(
     path: Path, module: nn.Module, optimizer: Any, ranks: Ranks, extra: Mapping[str, Any] | None, found: list[_Contents]
 ) -> _Offer:
-    held = ModuleContents.of(module, ranks)
-    parts = {MODEL + name: part for name, part in held.parts.items()}
-    index = held.index()
-    if optimizer is not None:
-        state = OptimizerContents.of(optimizer, held)
-        more, index.state = state.saved()
-        parts.update(more)
-        index.groups = state.groups
+    parts, index = held_by_rank(module, optimizer, ranks)
     files.packed(vars(index), "the optimizer")
-    states = _states(extra) if ranks.rank == 0 else {}
+    states = states_of(extra) if ranks.rank == 0 else {}
     claim = files.Claim(path) if ranks.rank == 0 else None
     name = "" if claim is None else claim.name
     if not isinstance(module, ParallelModule):
@@ -277,7 +270,22 @@ def _check_one_path(offers: list[_Offer]) -> None:
         raise CheckpointError(f"ranks save to different paths, {', '.join(different)}: give all of them one")
 
 
-def _states(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def held_by_rank(module: nn.Module, optimizer: Any, ranks: Ranks) -> tuple[dict[str, Part], Index]:
+    """What this rank holds of a module and its optimizer, by name in a checkpoint, and what there is beside tensors."""
+    held = ModuleContents.of(module, ranks)
+    parts = {MODEL + name: part for name, part in held.parts.items()}
+    index = held.index()
+    for each in optimizers_of(optimizer):
+        state = OptimizerContents.of(each, held)
+        more, own = state.saved()
+        index.state = joined(index.state or {}, own)
+        parts.update(more)
+        index.groups += state.groups
+    return parts, index
+
+
+def states_of(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Plain data, with the states of objects that have one."""
     found = {}
     for name, value in (extra or {}).items():
         found[name] = value.state_dict() if hasattr(value, "state_dict") else value

@@ -1,4 +1,4 @@
-"""The command line: ``autopar plan``, ``show``, ``rebind``, ``export``, ``verify``, ``profile`` and so on.
+"""The command line: ``autopar plan``, ``show``, ``rebind``, ``export``, ``fleet``, ``verify`` and so on.
 
 Only what ``--help`` needs is imported at the top; torch comes with the first command that needs it, and once its words
 are known to be right (:mod:`autopar.cli.arguments`). An error of the user's is one message and exit code 2.
@@ -285,6 +285,44 @@ def export_plan(
 
 
 @app.command()
+def launch(
+    plan: PlanFile,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- SCRIPT ...", help="A script of Python, and its arguments.")
+    ] = None,
+    on: Annotated[str, typer.Option(metavar="LAUNCHER", help="torchrun, slurm or kubernetes.")] = "torchrun",
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Machines, if not units of the plan's innermost level.", show_default=False),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Of the job.")] = "train",
+    image: Annotated[str, typer.Option(help="Of the container, on Kubernetes.")] = "",
+    topology: Annotated[
+        str, typer.Option(metavar="LABEL", help="Of machines in one part of the network, on Kubernetes.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="Write it here.")] = None,
+) -> None:
+    """Write what starts a plan's processes on machines, in the order of its ranks."""
+    _check_writable(out)
+    with _status("reading the plan"):
+        from planner.launch.job import job
+        from planner.launch.launchers import launched, launcher_of
+        from planner.plan.plan import Plan
+
+        launcher, found = launcher_of(on), Plan.load(plan)
+        stages = 1 if found.pipeline is None else found.pipeline.ranks
+        started = job(
+            *(found.cluster, found.mesh, stages, command or ()), name=name, nodes=nodes, image=image, topology=topology
+        )
+        text = launched(launcher, started)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    out.write_text(text, encoding="utf-8")
+    typer.echo(f"written: {out}; {launcher.start.format(file=out)}", err=True)
+
+
+@app.command()
 def lint(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="A configuration of Megatron-LM, torchtitan, DeepSpeed and so on.")
@@ -341,6 +379,45 @@ def lint(
     typer.echo(str(found))
     if not found.runs:
         raise typer.Exit(1)
+
+
+@app.command()
+def fleet(
+    jobs: Annotated[
+        Path, typer.Argument(metavar="JOBS", help="A YAML file of jobs: samples, batch limits, step times or models.")
+    ],
+    cluster: ClusterOption,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw devices over time here.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the evolutionary search.")] = 0,
+    time_limit: Annotated[
+        float, typer.Option(min=0, help="Seconds of solving a small fleet exactly, and of planning each model.")
+    ] = 20.0,
+) -> None:
+    """Schedule several jobs on one cluster: which has how many devices, with which batch, from when to when."""
+    _check_writable(svg)
+    with _status("reading the jobs") as say:
+        from autopar.cli import arguments
+        from planner.fleet.curves import fleet_jobs
+        from planner.fleet.jobs_file import FleetFile
+        from planner.fleet.plan_fleet import plan_fleet
+
+        where, file, planned = arguments.read_cluster(cluster), FleetFile.load(jobs), {}
+        if any(job.model is not None for job in file.jobs):
+            from autopar.cli.fleet import planned as plan_models
+
+            planned = plan_models(file, where, time_limit, say)
+        found = plan_fleet(
+            fleet_jobs(file, where, planned),
+            where,
+            until_s=file.until_s,
+            seed=seed,
+            time_limit_s=time_limit,
+            progress=say,
+        )
+    typer.echo(str(found))
+    if svg is not None:
+        svg.write_text(found.to_svg(), encoding="utf-8")
+        typer.echo(f"written: {svg}", err=True)
 
 
 @app.command()

@@ -73,6 +73,7 @@ def parallelize(
     state_dict: Source | None = None,
     seed: int = 0,
     offload_path: str | os.PathLike[str] | None = None,
+    compile: bool | None = None,
     time_limit_s: float = TIME_LIMIT_S,
     gap: float = GAP,
     max_axes: int = MAX_AXES,
@@ -93,6 +94,9 @@ def parallelize(
         seed: of dropout, and of initialisation on the meta device.
         offload_path: of a directory for files, where the plan keeps model data on disk; ranks may give different ones.
             Where nothing pins ``offload``, it is used if nothing fits elsewhere.
+        compile: whether what each distinct block computes between collectives is compiled, once for all of its
+            instances; left out: as pin ``compile`` or the plan says. The first calls compile, see
+            :attr:`autopar.runtime.module.ParallelModule.compilation`.
         progress: called on rank 0 with a line of text as the search advances.
 
     Raises:
@@ -124,6 +128,9 @@ def parallelize(
     if plan is not None:
         _check_fits(plan, cluster)
     pins = Pins.parse(pin)
+    if compile is not None:
+        pins = replace(pins, compile=compile)
+        plan = None if plan is None else _compiling(plan, compile)
     if plan is not None or pins.offload is not None:
         check_given(offload_path, (pins if plan is None else plan.pins).tier == "disk")
     calls = calls_to_check()
@@ -172,9 +179,28 @@ def parallelize(
     lines = progress if dist.get_rank() == 0 else None
     constants = values_of(traced.captured.held)
     maker = ProgramMaker(plan, loss_fn, ModelState.of(model), tensors_of(assignment), held, constants, lines)
-    made = build(model, traced.captured, assignment, mesh, rank, make_part, seed, micro_batched, table, disk, maker)
+    made = build(
+        model,
+        traced.captured,
+        assignment,
+        mesh,
+        rank,
+        make_part,
+        seed,
+        micro_batched,
+        table,
+        disk,
+        maker,
+        plan.pins.compile,
+    )
     made.data_agreement = DataAgreement(stage_mesh, device, calls)
     return made
+
+
+def _compiling(plan: Plan, compile: bool) -> Plan:
+    """The same plan with blocks that are compiled, or are not."""
+    others = {name: value for name, value in plan.pin.items() if name != "compile"}
+    return replace(plan, pin={**others, "compile": True} if compile else others, decided=plan.assignment)
 
 
 def _device_bytes(plan: Plan) -> int:

@@ -131,7 +131,7 @@ def plan_traced(
     """Plan a captured model; see :func:`plan`."""
     if pins.micro_batched:
         traced.check_micro_batched()
-    pins = with_ulysses(pins, traced.graph, cluster)
+    pins, training = with_ulysses(pins, traced.graph, cluster), replace(training, compile=pins.compile)
 
     def search(traced: Traced, time_limit_s: float) -> Plan:
         """The fastest plan of a program whose tables lie where they shall be."""
@@ -191,7 +191,13 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     check_discards(traced, plan)
     pins, stages = plan.pins, 1 if plan.pipeline is None else plan.pipeline.ranks
     training = Training(
-        plan.optimizer_bytes_per_element, pins.tier, pins.update, plan.activations, plan.unsharding, plan.discards
+        plan.optimizer_bytes_per_element,
+        pins.tier,
+        pins.update,
+        plan.activations,
+        plan.unsharding,
+        plan.discards,
+        pins.compile,
     )
     space = pinned_space(traced.graph, folded, plan.mesh, plan.cluster, pins, training, stages)
     return restore(plan, space, facts)

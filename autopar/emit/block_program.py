@@ -16,6 +16,7 @@ from autopar.emit.local_ops import LocalCall, begun, local_form
 from autopar.functions.carry import carried_in
 from autopar.runtime.layers import LOCAL_FORMS
 from autopar.runtime.layers.loss import MEAN
+from autopar.runtime.layers.segment import run_segment
 from autopar.runtime.offload.block_hooks import enter_block
 from autopar.runtime.spmd.micro_batch import of_this_micro_batch
 from autopar.runtime.spmd.parameters import gather_parameters, replicate_parameters
@@ -29,7 +30,9 @@ from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, I, Layout, Mark, Mesh, P, R, Shard, local_outer
 from planner.ops import saved_places
 
-STATE, OFFLOAD = "state", "offload"
+STATE, OFFLOAD, COMPILER = "state", "offload", "compiler"
+WEIGHT = "is_weight"
+"""The mark of placeholders of parameters, in ``meta``."""
 
 
 class ProgramBuilder:
@@ -77,6 +80,7 @@ class ProgramBuilder:
         times = self._entered[name]
         self._entered[name] += 1
         value = self.graph.placeholder(f"{name}__{times}" if times else name)
+        value.meta[WEIGHT] = source.op == "param"
         if isinstance(entry, Ref):
             self.values[entry] = value
         else:
@@ -452,11 +456,17 @@ def bind_results(graph: fx.Graph, call: fx.Node, refs: tuple[Ref, ...], values: 
 def module_of(holder: dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModule:
     """A finished program, with what it names of ``holder``."""
     used = {str(node.target).split(".")[0] for node in graph.nodes if node.op in ("get_attr", "call_module")}
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node.target is enter_block)
+    eliminate_dead_code(graph)
     graph.lint()
     module = fx.GraphModule({key: value for key, value in holder.items() if key in used}, graph, name)
     module.meta["functions"] = carried_in(graph)  # it owns them: torch knows no more than their operators
     return module
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Leave out what nobody reads, and has no effect either."""
+    effects = (enter_block, run_segment)
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node.target in effects)
 
 
 def _local_text(layout: Layout, axis: int, sizes: tuple[int, ...]) -> str:

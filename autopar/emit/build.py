@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.capture import Captured
-from autopar.emit.block_program import OFFLOAD, STATE
+from autopar.emit.block_program import COMPILER, OFFLOAD, STATE
 from autopar.emit.initialization import own_part
 from autopar.emit.rewrite import rewrite
 from autopar.emit.stage_programs import Outline, stages_of
 from autopar.graph import dump
 from autopar.graph.module_walk import canonical_names
 from autopar.runtime.host.disk import OffloadFiles
+from autopar.runtime.layers.segment import Compiler
 from autopar.runtime.module import ParallelModule, Program
 from autopar.runtime.offload.executor import ChunkSpec, OffloadExecutor, SavedSpec
 from autopar.runtime.pipeline.executor import PipelineStep
@@ -106,6 +107,7 @@ def build(
     transfer_schedule: TransferSchedule | None = None,
     disk: OffloadFiles | None = None,
     maker: Maker | None = None,
+    compiles: bool = False,
 ) -> ParallelModule:
     """Emit the program and hold its parameters.
 
@@ -117,13 +119,16 @@ def build(
         transfer_schedule: for a plan with model data on the host or on disk.
         disk: where it is on disk.
         maker: of programs for inputs of another form.
+        compiles: whether blocks are compiled.
     """
     state = RunState(RandomState(seed))
     device = torch.device(device_mesh.device_type)
     offload = None
     if transfer_schedule is not None:
         offload = _offload(assignment, transfer_schedule, device, disk, micro_batched)
-    holder = {**groups_of(device_mesh), STATE: state, **({} if offload is None else {OFFLOAD: offload})}
+    splits_backward = micro_batched is not None and any(micro_batched.schedule.late)
+    compiler = Compiler(splits_backward) if compiles else None
+    holder = {**groups_of(device_mesh), **_given({STATE: state, OFFLOAD: offload, COMPILER: compiler})}
     program, leaves = _program(captured, assignment, micro_batched, holder, device, offload)
     names = {
         name: first
@@ -150,6 +155,7 @@ def build(
         state_bytes=assignment.space.training.optimizer_bytes_per_element,
         maker=maker,
         slabs=captured.slabs,
+        compiler=compiler,
     )
     stage = "" if micro_batched is None or micro_batched.rank is None else f"_stage{micro_batched.rank}"
     dump.write(f"emitted{stage}_rank{rank}", made.code)
@@ -161,7 +167,7 @@ def further(
 ) -> Emitted:
     """Emit a program for other inputs of the model, over the parameters of its parallel module."""
     device, mesh = torch.device(module.device_mesh.device_type), module.mesh
-    holder = {**groups_of(module.device_mesh), STATE: module.state}
+    holder = {**groups_of(module.device_mesh), **_given({STATE: module.state, COMPILER: module.compiler})}
     program, leaves = _program(captured, assignment, micro_batched, holder, device, is_further=True)
     interface = interface_of(captured, assignment, leaves)
     constants = {
@@ -170,6 +176,11 @@ def further(
         if leaf.kind == "const"
     }
     return Emitted(program, interface, constants)
+
+
+def _given(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the parts of programs there is."""
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _program(

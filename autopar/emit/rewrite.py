@@ -19,6 +19,7 @@ from torch import fx
 
 from autopar.capture.capture import Captured
 from autopar.emit.block_program import (
+    COMPILER,
     OFFLOAD,
     STATE,
     ProgramBuilder,
@@ -30,6 +31,7 @@ from autopar.emit.block_program import (
     module_of,
     one_or_all,
 )
+from autopar.emit.segments import in_segments
 from autopar.runtime.autograd.recompute import recompute
 from autopar.runtime.offload.block_hooks import enter_block, leave_block
 from autopar.runtime.spmd.parameters import gather_ahead
@@ -65,7 +67,7 @@ def rewrite(captured: Captured, assignment: Assignment, groups: Mapping[str, Any
         captured: the model's graph, for the operators' targets.
         assignment: what to do, from the planner.
         groups: process group of every mesh axis, by name; ``"state"`` holds the run state, ``"offload"`` what moves
-            parameters between tiers, if they move.
+            parameters between tiers, if they move, ``"compiler"`` what compiles blocks, if they are compiled.
         device: where factory operators create tensors.
     """
     assert not assignment.space.micro_batched
@@ -213,12 +215,17 @@ class Root:
         name = base if base not in self.calls else self._another(base)
         self.calls[name] = 0
         body = block_body(block, self.assignment, self.targets, self.device)
+        program, again, holder = body.graph, None, dict(self.groups)
         if level == "none":
-            body.graph.output(one_or_all(body.values[ref] for ref in block.outputs))
+            program.output(one_or_all(body.values[ref] for ref in block.outputs))
         else:
             again = body.recomputing(block, self.assignment.again(kind, level))
-            self._holder[_again(name)] = module_of(dict(self.groups), again, _again(name))
-        self._holder[name] = module_of(dict(self.groups), body.graph, name)
+        if COMPILER in self.groups:
+            program, again, segments = in_segments(name, program, again, self.groups[COMPILER])
+            holder |= segments
+        if again is not None:
+            self._holder[_again(name)] = module_of(holder, again, _again(name))
+        self._holder[name] = module_of(holder, program, name)
         return name
 
     def _another(self, base: str) -> str:

@@ -61,6 +61,7 @@ class ParallelTrainer(Trainer):
             "compute_loss_func": (self.compute_loss_func, another_loss),
             "label_smoothing_factor": (self.label_smoother, another_loss),
             "activation_checkpointing": (self.args.activation_checkpointing, "pin 'recompute'"),
+            "torch_compile": (self.args.torch_compile, "give autopar.parallelize(..., compile=True)"),
         }
         for name, (value, way_out) in in_plan.items():
             if value:

@@ -28,11 +28,14 @@ from autopar.runtime.data.batch_share import BatchShare
 from autopar.runtime.data.loader import DistributedDataLoader
 from autopar.runtime.data.sampler import DistributedBatchSampler
 from autopar.runtime.host.gradient_buckets import Buckets
+from autopar.runtime.layers.segment import Compilation, Compiler, segments_in
 from autopar.runtime.offload.block_hooks import parts_at_home
 from autopar.runtime.offload.early_update import check_separate
 from autopar.runtime.offload.executor import OffloadExecutor
 from autopar.runtime.optim.gradients import Holders, know_each_other
 from autopar.runtime.optim.optimizer import Groups, StateKeeper, expect_state, make_optimizer
+from autopar.runtime.optim.owners import Owned, owned
+from autopar.runtime.optim.parts import is_cut, local
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.pipeline.stage import programs_in
 from autopar.runtime.pipeline.trace import observed, save_together
@@ -78,6 +81,7 @@ class ParallelModule(Fronts):
         offload: moves parameters and gradients between tiers, if they move.
         maker: makes programs for these; ``None``: there are none.
         slabs: parameters that hold several of the original's.
+        compiler: of blocks, if they are compiled.
     """
 
     _is_accelerate_prepared = True  # for accelerate and its Trainer: this is not to be wrapped, moved or sharded
@@ -101,10 +105,11 @@ class ParallelModule(Fronts):
         offload: OffloadExecutor | None = None,
         maker: Maker | None = None,
         slabs: tuple[Slabs, ...] = (),
+        compiler: Compiler | None = None,
     ):
         super().__init__()
         self.offload, self._state_bytes = offload, state_bytes
-        self.slabs = slabs
+        self.slabs, self.compiler = slabs, compiler
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
         self.state, self.pipeline = state, pipeline
         self.data_agreement: DataAgreement | None = None  # of ranks that are processes
@@ -163,6 +168,11 @@ class ParallelModule(Fronts):
         return self._programs.form
 
     @property
+    def compilation(self) -> Compilation | None:
+        """What was compiled so far, and what does not compile, if blocks are compiled: each is when it first runs."""
+        return None if self.compiler is None else self.compiler.done
+
+    @property
     def names(self) -> Mapping[str, str]:
         """Every parameter and buffer name of the original model -> the first name of that tensor."""
         return self._everywhere
@@ -177,6 +187,7 @@ class ParallelModule(Fronts):
         make: Callable[..., Any],
         groups: Groups = (),
         *,
+        only: Callable[[str, nn.Parameter], bool] | None = None,
         master_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> Any:
@@ -189,8 +200,15 @@ class ParallelModule(Fronts):
         Of a plan that updates in backward (pin ``update``), ``backward()`` updates what has its home on the host,
         and ``step()`` only ends the step: there is nothing to clip or unscale between them.
 
+        Where ranks hold parts of parameters, an optimizer that updates every element by itself steps these; so does one
+        that goes by norms of whole parameters (:class:`autopar.Lamb`, :class:`autopar.Lars`). One that needs whole
+        parameters (``torch.optim.Muon``, ``torch.optim.Adafactor``) has each of them gathered on one of these ranks,
+        which steps it and has its state; every rank must call its ``state_dict()``.
+
         Args:
             make: the optimizer's class, e.g. ``torch.optim.AdamW``.
+            only: which parameters it is for, by name and parameter, where others have an optimizer of their own, e.g.
+                ``lambda name, p: p.ndim == 2 and "embed" not in name`` for Muon.
             groups: parameters that have options of their own, by patterns of their names:
                 ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``. A parameter is in the first group that
                 takes any of its names; those that none takes come first, in ``param_groups[0]``.
@@ -203,23 +221,27 @@ class ParallelModule(Fronts):
             options: of the optimizer.
 
         Raises:
-            InputError: ranks hold parts of the model, and the optimizer is not elementwise, so that it would update a
-                part otherwise than the whole; a pattern matches no parameter; masters of ``master_dtype`` do not hold
-                what parameters do, or the optimizer cannot step them; or the plan updates in backward, and the
-                optimizer does not update each parameter by itself.
+            InputError: ranks hold parts of the model, and the optimizer updates neither every element nor every
+                parameter by itself; or it needs whole ones, and the plan keeps them elsewhere; a pattern matches no
+                parameter; masters of ``master_dtype`` do not hold what parameters do, or the optimizer cannot step
+                them; or the plan updates in backward, and the optimizer does not update each parameter by itself.
             InfeasibleError: by ``step()``, or where that updates by ``backward()``: the disk has no room for the state.
                 The step is made, and the next one tries again.
         """
         buffers = {leaf.name for leaf in self._leaf_names.values() if leaf.kind == "buffer"}
+        parameters = {self._everywhere[name]: parameter for name, parameter in self.named_parameters()}
+        if only is not None:
+            parameters = {name: parameter for name, parameter in parameters.items() if only(name, parameter)}
         made = make_optimizer(
             make,
-            {self._everywhere[name]: parameter for name, parameter in self.named_parameters()},
+            parameters,
             {name: first for name, first in self._everywhere.items() if first not in buffers},
-            {name: each.name for each in self.slabs for name in each.tables},
-            self.pipeline is not None or any(_is_cut(parameter) for parameter in self.parameters()),
+            {name: each.name for each in self.slabs if each.name in parameters for name in each.tables},
+            self.pipeline is not None or any(is_cut(parameter) for parameter in self.parameters()),
             groups,
             options,
             master_dtype,
+            partial(self._owned, parameters),
         )
         if master_dtype is not None:
             expect_state(made, self._state_bytes)
@@ -231,6 +253,58 @@ class ParallelModule(Fronts):
             self.offload.early.update_by(made)
         return made
 
+    def accumulate_gradients_in(self, dtype: torch.dtype) -> None:
+        """Add gradients of parameters in bfloat16 or float16 up in a wider dtype: those of the micro-batches of a step,
+        and those of several calls of backward, until they are set to ``None``.
+
+        What a step adds up is rounded once to the parameter's dtype, in which ranks reduce it and plans price it;
+        ``parameter.grad`` is in the wider one. It is for optimizers with ``master_dtype``. Plans do not count the wider
+        gradients: they take so many bytes more for each element, as parameters are used and as they are stored.
+
+        Args:
+            dtype: e.g. ``torch.float32``.
+
+        Raises:
+            InputError: it does not hold what gradients do; there are some in another one; or they have their home
+                beside the device.
+        """
+        if self.offload is not None:
+            raise InputError(
+                "the plan keeps gradients beside the device, where they are added up in the dtype of their parameter: "
+                "plan with pin={'offload': 'none'}, or convert the model to a wider dtype before it is planned"
+            )
+        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        for name, parameter in trained.items():
+            if torch.promote_types(parameter.dtype, dtype) != dtype:
+                raise InputError(
+                    f"gradients are to be added up in {dtype}, which does not hold those of {name} in "
+                    f"{parameter.dtype}: give a wider dtype, e.g. torch.float32"
+                )
+            if parameter.grad is not None and parameter.grad.dtype != dtype:
+                raise InputError(
+                    f"gradients are to be added up in {dtype}, and {name} has one in {parameter.grad.dtype}: call this "
+                    "before the first backward, or after zero_grad()"
+                )
+        self.state.gradient_dtype = dtype
+        for parameter in trained.values():
+            parameter.grad_dtype = dtype
+
+    def _owned(self, parameters: Mapping[str, nn.Parameter]) -> list[Owned]:
+        """Who steps each of these parameters that is cut, where an optimizer steps whole ones.
+
+        Raises:
+            InputError: they are at home beside the device.
+        """
+        if self.offload is not None:
+            raise InputError(
+                "the optimizer needs whole parameters, which are gathered on one rank each, and the plan keeps "
+                "parameters beside the device: plan with pin={'offload': 'none'}, or take an optimizer that updates "
+                "every element by itself (AdamW, SGD ...) or goes by norms (autopar.Lamb, autopar.Lars)"
+            )
+        layouts = [self._leaf_names[name].layout for name in parameters]
+        stored = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor)]
+        return owned(stored, layouts, self.mesh, self.rank)
+
     def print_code(self) -> None:
         """Print the emitted Python: each distinct block once, then the root that calls them."""
         print(self.code())
@@ -241,7 +315,8 @@ class ParallelModule(Fronts):
             programs = self.program.programs
         else:
             programs = [*programs_in(self.program), ("root", self.program)]
-        return "\n\n\n".join(_readable(module.code, name) for name, module in programs) + "\n"
+        segments = {name: each.program for _, module in programs for name, each in segments_in(module)}
+        return "\n\n\n".join(_readable(module.code, name) for name, module in [*segments.items(), *programs]) + "\n"
 
     def load(self) -> ExpertLoad:
         """How many tokens went to each expert in the last calls of experts; every rank must call it.
@@ -535,7 +610,7 @@ class ParallelModule(Fronts):
             sizes |= {"micro-batches": self.program.spec.micro_batches.count}
         rank = dist.get_rank() if dist.is_initialized() else self.rank
         whole = sum(parameter.numel() for parameter in self._original[0].parameters())
-        here = sum(_part(parameter).numel() for parameter in self.parameters())
+        here = sum(local(parameter).numel() for parameter in self.parameters())
         return (
             f"ParallelModule({type(self._original[0]).__name__}, {whole:,} parameters, {here:,} of them on rank "
             f"{rank}; {sizes_text(sizes)}; {'train' if self.training else 'eval'} mode)"
@@ -594,14 +669,6 @@ class ParallelModule(Fronts):
             return value
         leaf = next(spec for spec in self._leaf_names.values() if lookup(self, spec.name) is lookup(self, name))
         return part_like(name, value, own, leaf.layout, self.mesh, self.device_mesh, self.rank)
-
-
-def _part(parameter: Tensor) -> Tensor:
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-
-
-def _is_cut(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and any(not placement.is_replicate() for placement in parameter.placements)
 
 
 def _readable(code: str, name: str) -> str:

@@ -33,6 +33,10 @@ class ScheduleError(AutoparError, ValueError):
     """A pipeline schedule cannot run, or does not exist for so many ranks, stages and micro-batches."""
 
 
+class FleetError(AutoparError, ValueError):
+    """The jobs of a fleet are described wrongly."""
+
+
 class TransferScheduleError(AutoparError, ValueError):
     """A trace of moments and items contradicts itself, or a transfer schedule of their movements cannot be carried
     out.

@@ -85,6 +85,17 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.2f} us" if seconds else "0 s"
 
 
+def in_duration(seconds: float) -> str:
+    """``"3 h 25 min"``: the two largest units that matter, of what takes minutes or more."""
+    if round(seconds) < 60:
+        return in_seconds(seconds)
+    for unit, size, lesser, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        count, rest = divmod(round(seconds / part) * part, size)
+        if count:
+            return f"{count} {unit}" + f" {rest // part} {lesser}" * bool(rest)
+    raise AssertionError("a minute at least")
+
+
 def in_percent(share: float) -> str:
     """``"14 %"``, ``"< 1 %"``."""
     return "< 1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"

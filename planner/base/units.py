@@ -66,6 +66,7 @@ Bytes = Annotated[
 BytesPerS = Annotated[float, BeforeValidator(lambda v: _quantity(v, _PER_S, _LARGE))]
 FlopsPerS = Annotated[float, BeforeValidator(lambda v: _quantity(v, _FLOPS, _LARGE))]
 Seconds = Annotated[float, BeforeValidator(lambda v: _quantity(v, {"s": "1"}, _SMALL))]
+Count = Annotated[float, BeforeValidator(lambda v: _quantity(v, {}, {}))]
 Fraction = Annotated[float, Field(gt=0, le=1, examples=["0.8"])]
 DEEPEST, MOST = 20, 10**6
 """How many lists and fields lie within one another in a description at most, and how many values it has."""

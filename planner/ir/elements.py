@@ -5,9 +5,11 @@ A part of a tensor is the product of its runs in each dim. ``autopar.checkpoint.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from planner.ir.layout import Layout, Mesh, Shard, local_outer
 
@@ -42,9 +44,36 @@ def _elements(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...], pl
     return tuple(found)
 
 
-def overlap(one: Elements, other: Elements) -> int:
-    """How many elements two parts of a tensor have in common."""
-    return math.prod(map(_common, one, other))
+class DisjointParts:
+    """Parts of a tensor that have nothing in common, to be found by what they have in common with others.
+
+    They are those of a layout: every combination of what it leaves of each dim.
+    """
+
+    def __init__(self, parts: Iterable[Elements]):
+        of_dims = [dict.fromkeys(runs) for runs in zip(*parts, strict=True)]
+        self._runs = [sorted((run, runs) for runs in every for run in runs) for every in of_dims]
+        self._known: list[dict[tuple[Run, ...], dict[tuple[Run, ...], int]]] = [{} for _ in of_dims]
+
+    def overlapping(self, elements: Elements) -> Iterator[tuple[Elements, int]]:
+        """Those that have elements in common with others, and how many."""
+        for each in itertools.product(*(self._common(dim, runs).items() for dim, runs in enumerate(elements))):
+            yield tuple(runs for runs, _ in each), math.prod(common for _, common in each)
+
+    def _common(self, dim: int, wanted: tuple[Run, ...]) -> dict[tuple[Run, ...], int]:
+        """In one dim, what parts have of it -> how many indices they have in common with others."""
+        known = self._known[dim]
+        if wanted not in known:
+            found: dict[tuple[Run, ...], int] = {}
+            every = self._runs[dim]
+            for start, stop in wanted:
+                at = bisect.bisect_right(every, start, key=lambda each: each[0][1])
+                while at < len(every) and every[at][0][0] < stop:
+                    (first, last), runs = every[at]
+                    found[runs] = found.get(runs, 0) + min(stop, last) - max(start, first)
+                    at += 1
+            known[wanted] = found
+        return known[wanted]
 
 
 def count(elements: Elements) -> int:
@@ -73,20 +102,3 @@ def _joined(runs: Iterator[Run]) -> tuple[Run, ...]:
             start = found.pop()[0]
         found.append((start, stop))
     return tuple(found)
-
-
-def _common(one: tuple[Run, ...], other: tuple[Run, ...]) -> int:
-    """How many indices are in both; runs are in order."""
-    total, at = 0, 0
-    for start, stop in one:
-        while at < len(other) and other[at][1] <= start:
-            at += 1
-        total += sum(max(0, min(stop, last) - max(start, first)) for first, last in _until(other, at, stop))
-    return total
-
-
-def _until(runs: tuple[Run, ...], at: int, stop: int) -> Iterator[Run]:
-    """Those from number ``at`` on that begin before ``stop``."""
-    while at < len(runs) and runs[at][0] < stop:
-        yield runs[at]
-        at += 1

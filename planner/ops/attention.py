@@ -108,6 +108,11 @@ def _named_ways(node: Node, operands: tuple[TensorType, ...], rule: Rule) -> tup
 
 def no_zigzag(node: Node, operands: tuple[TensorType, ...]) -> str:
     """Why queries of an attention are not put in zigzag order; empty where they can be."""
+    if not is_causal(node) and len(operands) > 3:
+        return (
+            "has a mask as a tensor, of which a plan does not know what it hides (models make one of attention_mask and"
+            " of position_ids: leave these out where no text is padded or packed)"
+        )
     if not is_causal(node):
         return "is not causal, so that all ranks have as much in the order in which tokens are"
     if window := sight(node).window:

@@ -149,7 +149,8 @@ def _space(plan: Plan, folded: Folded, mesh: Mesh, stored: StoredLayouts, pins: 
 
 
 def _training(plan: Plan) -> Training:
-    return Training(plan.optimizer_bytes_per_element, unsharding=plan.unsharding, discards=plan.discards)
+    given: dict[str, Any] = {"unsharding": plan.unsharding, "discards": plan.discards, "compile": plan.pins.compile}
+    return Training(plan.optimizer_bytes_per_element, **given)
 
 
 def _in_stages(

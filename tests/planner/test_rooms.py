@@ -25,7 +25,9 @@ ROOMS = {
         "sizes",
         "search",
         "interchange",
+        "launch",
         "plan",
+        "fleet",
     ],
     "autopar": [
         "graph",

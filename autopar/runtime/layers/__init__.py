@@ -27,6 +27,7 @@ from autopar.runtime.layers.normalization import (
     native_batch_norm_no_stats,
 )
 from autopar.runtime.layers.random import draw, draw_attention
+from autopar.runtime.layers.segment import run_segment
 from autopar.runtime.layers.softmax import softmax
 from autopar.runtime.layers.streamed_linear import added_matmul, linear
 from autopar.runtime.spmd.rank_index import Groups
@@ -148,6 +149,7 @@ LOCAL_FORMS: dict[str, LocalForm] = {
 REGIONS = (
     draw,
     draw_attention,
+    run_segment,
     *(function for form in LOCAL_FORMS.values() if form.is_region for function in (form.function, form.begins)),
 )
 """The functions that enter a region of the run's random numbers, each once."""

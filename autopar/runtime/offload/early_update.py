@@ -399,6 +399,11 @@ def check_separate(make: Callable[..., Any], options: Mapping[str, Any]) -> None
     Args:
         options: what the optimizer is made with; with a rate of 0 nothing would be seen, so another one is taken.
     """
+    if getattr(make, "takes_parts", False):
+        raise InputError(
+            f"{name_of(make)} goes by norms of whole parameters, which ranks find together in a step, and in backward "
+            f"(pin 'update' is 'backward') each updates by itself: take AdamW, SGD, RMSprop, Adagrad ..., or {AFTER}"
+        )
     options = at_a_rate(options)
     try:
         at_once, one_by_one = (_stepped(make, options, is_apart) for is_apart in (False, True))

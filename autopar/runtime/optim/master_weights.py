@@ -7,25 +7,23 @@ becomes the rounding of its own. Masters are state of the optimizer, under :data
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, first_line, name_of
-from autopar.runtime.spmd.mesh import as_dtensor
+from autopar.runtime.optim.parts import evaluated, like, local
+from autopar.runtime.optim.stand_ins import hooks_hidden, standing_in, step_of
 from planner.base.errors import InputError
 
 MASTER = "master"
 PIECE_BYTES = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
 """So much of the gradients is cast at once, by kind of device, where an optimizer may step one parameter after another;
 of a larger parameter, all. The host's caches hold that much, and a GPU is not told too little at once."""
-HIDDEN = ("grad_scale", "found_inf", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+SCALED = ("grad_scale", "found_inf")
 """What the step over masters has seen to, so that the class does not do it again with each piece."""
 
 
@@ -49,7 +47,7 @@ class Stepping(torch.optim.Optimizer):
         if self.state:  # some begin with it, in the dtype of what they are given: of masters it is right
             given = [parameter for group in self.param_groups for parameter in group["params"]]
             masters = {parameter: self._master(parameter) for parameter in given if parameter.dtype != self.dtype}
-            with self._standing_in({**{parameter: parameter for parameter in given}, **masters}):
+            with standing_in(self, {**{parameter: parameter for parameter in given}, **masters}):
                 begun = type(self).__bases__[1]([dict(group) for group in self.param_groups], **options)
             for parameter, master in masters.items():
                 self.state[parameter] = {**begun.state[master], MASTER: master}
@@ -60,10 +58,7 @@ class Stepping(torch.optim.Optimizer):
 
         ``torch.amp.GradScaler`` says by attributes whether gradients are scaled still, and whether they overflowed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.item():
             return loss
@@ -75,7 +70,7 @@ class Stepping(torch.optim.Optimizer):
         _begin_anew(masters, _outdated_on_gpu)
         most = None if self.piece_bytes is None else self.piece_bytes // self.dtype.itemsize
         begun, room = [dict(group) for group in self.param_groups], _Room()
-        with self._hidden():
+        with hooks_hidden(self, SCALED):
             for piece in _pieces(given, most):
                 for group, options in zip(self.param_groups, begun, strict=True):
                     group.clear()  # so that what a group counts goes on once a step
@@ -85,7 +80,7 @@ class Stepping(torch.optim.Optimizer):
                 _give_gradients(own, self.dtype, room)
                 stepped = {**{parameter: parameter for parameter in piece}, **own}
                 if factor is not None:
-                    torch._foreach_mul_([_local(each.grad) for each in stepped.values()], factor)
+                    torch._foreach_mul_([local(each.grad) for each in stepped.values()], factor)
                 self._step_piece(stepped, own)
         return loss
 
@@ -97,7 +92,7 @@ class Stepping(torch.optim.Optimizer):
             for parameter in parameters
             if parameter.dtype != self.dtype
         }
-        with self._standing_in({**{parameter: parameter for parameter in parameters}, **stand_ins}):
+        with standing_in(self, {**{parameter: parameter for parameter in parameters}, **stand_ins}):
             super().load_state_dict(state_dict)
         for parameter, stand_in in stand_ins.items():
             if stand_in in self.state:
@@ -110,7 +105,7 @@ class Stepping(torch.optim.Optimizer):
         known = self.state.get(parameter, {}).get(MASTER)
         if known is not None:
             return known
-        return _like(parameter, _local(parameter).to(self.dtype, memory_format=torch.contiguous_format))
+        return like(parameter, local(parameter).to(self.dtype, memory_format=torch.contiguous_format))
 
     def _step_piece(self, stepped: Mapping[Tensor, Tensor], masters: Mapping[Tensor, Tensor]) -> None:
         """Step some parameters, and no others.
@@ -125,57 +120,15 @@ class Stepping(torch.optim.Optimizer):
             if state:
                 self.state[master] = state
         try:
-            with self._standing_in(stepped):
-                self._step_class()
+            with standing_in(self, stepped):
+                step_of(self, super().step)
         finally:
             for parameter, master in masters.items():
                 master.grad = None
                 self.state[parameter] = {**self.state.pop(master, {}), MASTER: master}
         if masters:
-            torch._foreach_copy_([_local(each) for each in masters], [_local(each) for each in masters.values()])
+            torch._foreach_copy_([local(each) for each in masters], [local(each) for each in masters.values()])
             increment_version(masters)
-
-    def _step_class(self) -> None:
-        step: Any = super().step
-        if getattr(step, "hooked", False):  # by torch, where the class itself was made too
-            step.__wrapped__(self)
-        else:
-            step()
-
-    # ---- what stands in for what ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def _standing_in(self, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[None]:
-        """Groups have these in place of their parameters, and none of the others."""
-        before = [group["params"] for group in self.param_groups]
-        for group, parameters in zip(self.param_groups, before, strict=True):
-            group["params"] = [stand_ins[each] for each in parameters if each in stand_ins]
-        try:
-            yield
-        finally:
-            for group, parameters in zip(self.param_groups, before, strict=True):
-                group["params"] = parameters
-
-    @contextmanager
-    def _hidden(self) -> Iterator[None]:
-        own = {name: self.__dict__.pop(name) for name in HIDDEN if name in self.__dict__}
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        try:
-            yield
-        finally:
-            self.__dict__.update(own)
-
-
-def _local(tensor: Any) -> Tensor:
-    found: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return found
-
-
-def _like(parameter: Tensor, part: Tensor) -> Tensor:
-    """A tensor of which this rank holds a part, laid out as a parameter."""
-    if not isinstance(parameter, DTensor):
-        return part
-    return as_dtensor(part, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
 
 
 def _pieces(tensors: Sequence[Tensor], most: int | None) -> list[list[Tensor]]:
@@ -185,7 +138,7 @@ def _pieces(tensors: Sequence[Tensor], most: int | None) -> list[list[Tensor]]:
     found: list[list[Tensor]] = []
     left = 0
     for tensor in tensors:
-        size = _local(tensor).numel()
+        size = local(tensor).numel()
         if not found or size > left:
             found.append([])
             left = most
@@ -217,11 +170,11 @@ def _give_gradients(masters: Mapping[Tensor, Tensor], dtype: torch.dtype, room: 
     """Give masters the gradients of their parameters."""
     for device in {master.device for master in masters.values()}:
         own = [parameter for parameter, master in masters.items() if master.device == device]
-        narrow = [_local(parameter.grad) for parameter in own]
+        narrow = [local(parameter.grad) for parameter in own]
         wide = _cut(room.take(device, dtype, sum(each.numel() for each in narrow)), narrow)
         torch._foreach_copy_(wide, narrow)
         for parameter, part in zip(own, wide, strict=True):
-            masters[parameter].grad = _like(parameter, part)
+            masters[parameter].grad = like(parameter, part)
 
 
 # ---- parameters that were changed ------------------------------------------------------------------------------------
@@ -235,7 +188,7 @@ def _begin_anew(masters: Mapping[Tensor, Tensor], outdated: Callable[[Parts], li
     """Elements that are not the rounding of their master were changed since the last step (loaded, clamped ...): their
     masters begin anew.
     """
-    parts = {_local(master): _local(parameter) for parameter, master in masters.items()}
+    parts = {local(master): local(parameter) for parameter, master in masters.items()}
     for master in outdated(parts):
         part = parts[master]
         torch.where(master.to(part.dtype) == part, master, part, out=master)

@@ -1,7 +1,9 @@
-"""Runs any elementwise torch optimizer over the parameters of a parallel module.
+"""Runs any torch optimizer that steps each parameter by itself over the parameters of a parallel module.
 
 A rank's optimizer sees this rank's parts of parameters. That is right if the update of a part is the part of the
-update, which is not asked of the optimizer's name but of what it does (:func:`check_elementwise`).
+update, which is not asked of the optimizer's name but of what it does (:func:`is_elementwise`). Others step parts by
+norms of the whole, and say so (:mod:`autopar.runtime.optim.norms`); or whole parameters, at one of the ranks that hold
+their parts (:mod:`autopar.runtime.optim.owners`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from autopar.runtime.host.disk import OffloadFiles
 from autopar.runtime.host.pages import READ
 from autopar.runtime.optim.master_weights import class_with_masters
 from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, at_a_rate, first_line, name_of
+from autopar.runtime.optim.owners import Owned, with_owners
+from autopar.runtime.optim.parts import local
 from planner.base import host
 from planner.base.errors import InfeasibleError, InputError
 from planner.base.formatting import in_all_bytes
@@ -47,6 +51,7 @@ def make_optimizer(
     groups: Groups,
     options: Mapping[str, Any],
     master_dtype: torch.dtype | None = None,
+    owned: Callable[[], Sequence[Owned]] = tuple,
 ) -> Any:
     """An optimizer over a rank's parameters; see :meth:`autopar.runtime.module.ParallelModule.optimizer`.
 
@@ -56,6 +61,7 @@ def make_optimizer(
         in_slabs: of every table that lies in a slab with others -> the slab's first name.
         is_apart: whether ranks hold different parts of parameters, or different parameters.
         master_dtype: of masters, if it is they that are stepped.
+        owned: the owners of parameters, for an optimizer that steps whole ones; it raises where it has none.
     """
     if not callable(make):
         raise InputError(
@@ -73,13 +79,13 @@ def make_optimizer(
         {},
         *({key: value for key, value in group.items() if key != "params"} for group in groups),
     ]
-    if is_apart:
-        for each in own:
-            check_elementwise(make, {**options, **each}, device)
-    stepping = make
+    every = [{**options, **each} for each in own]
+    stepping: Any = make
+    cut = _owned(make, every, device, owned, in_slabs) if is_apart else ()
     if master_dtype is not None:
-        every = [{**options, **each} for each in own]
         stepping = class_with_masters(make, master_dtype, parameters, every, device)
+    if cut:
+        stepping = with_owners(stepping, cut)
     grouped: list[dict[str, Any]] = [{**each, "params": []} for each in own]
     for name, parameter in parameters.items():
         grouped[place.get(name, 0)]["params"].append(parameter)
@@ -92,8 +98,48 @@ def make_optimizer(
     return made
 
 
+def _owned(
+    make: Callable[..., Any],
+    options: Sequence[Mapping[str, Any]],
+    device: torch.device,
+    owned: Callable[[], Sequence[Owned]],
+    in_slabs: Mapping[str, str],
+) -> Sequence[Owned]:
+    """The owners of parameters, if an optimizer is to step whole ones; else none.
+
+    Args:
+        options: of each group, with those of all.
+
+    Raises:
+        InputError: it does not step each parameter by itself; or it would step tables that lie in a slab as one.
+    """
+    by_norms = getattr(make, "takes_parts", False)
+    if not by_norms and all(is_elementwise(make, each, device) for each in options):
+        return ()
+    if in_slabs:
+        table, slab = next(iter(in_slabs.items()))
+        raise InputError(
+            f"{name_of(make)} goes by whole parameters, and embedding tables lie in slabs with others, such as "
+            f"{table!r} in {slab!r}: plan with pin 'tables' 'none', or take an optimizer that updates every element by "
+            "itself (AdamW, SGD ...)"
+        )
+    if by_norms:
+        return ()
+    for each in options:
+        check_by_itself(make, each, device)
+    cut = owned()
+    if cut and not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)):
+        raise InputError(
+            f"{name_of(make)} is not elementwise, so that it must step whole parameters, which stand in the groups and "
+            "the state of a torch.optim.Optimizer; it is no subclass: give one, and its options beside it"
+        )
+    return cut
+
+
 def expect_state(optimizer: torch.optim.Optimizer, planned: int) -> None:
-    """Warn after the first step if the state takes more bytes per element of the parameters than were planned."""
+    """Warn after the first step if the state takes more bytes per element of the parameters than were planned; with it
+    count the bytes by which a gradient in a wider dtype exceeds its parameter.
+    """
     looked = False
 
     def look(stepped: torch.optim.Optimizer, *_: Any) -> None:
@@ -102,10 +148,11 @@ def expect_state(optimizer: torch.optim.Optimizer, planned: int) -> None:
             return
         elements = found = 0
         for parameter, state in stepped.state.items():
-            held = _held(parameter).numel()
-            values = [_held(value) for value in state.values() if isinstance(value, Tensor)]
+            held = local(parameter).numel()
+            values = [local(value) for value in state.values() if isinstance(value, Tensor)]
             elements += held
             found += sum(value.nbytes for value in values if value.numel() == held)
+            found += 0 if parameter.grad is None else local(parameter.grad).nbytes - local(parameter).nbytes
         looked = elements > 0
         if found > planned * elements:
             needed = math.ceil(found / elements)
@@ -117,11 +164,6 @@ def expect_state(optimizer: torch.optim.Optimizer, planned: int) -> None:
             )
 
     optimizer.register_step_post_hook(look)
-
-
-def _held(value: Tensor) -> Tensor:
-    """What this rank holds of it."""
-    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _numbers(names: Iterable[str], groups: Groups) -> dict[str, int]:
@@ -168,8 +210,8 @@ def _close(given: str, names: Sequence[str]) -> str:
     return f"{'close' if near else 'there'} are: {', '.join(map(repr, near or names[:3]))}"
 
 
-def check_elementwise(make: Callable[..., Any], options: Mapping[str, Any], device: torch.device) -> None:
-    """Raise :class:`InputError` unless an optimizer updates the parts of a matrix as it updates the matrix.
+def is_elementwise(make: Callable[..., Any], options: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether an optimizer updates the parts of a matrix as it updates the matrix.
 
     Tried in three steps in float64 on a matrix and its halves, by rows and by columns, each with an optimizer of its
     own, as ranks have.
@@ -177,44 +219,75 @@ def check_elementwise(make: Callable[..., Any], options: Mapping[str, Any], devi
     Args:
         options: what the optimizer is made with; with a rate of 0 nothing would be seen, so another one is taken.
         device: where the parameters are.
+
+    Raises:
+        InputError: it does not step from gradients alone.
     """
-    options = at_a_rate(options)
-    generator = torch.Generator().manual_seed(0)
-    value, *gradients = (
-        torch.randn(SIZE, SIZE, dtype=torch.float64, generator=generator).to(device) * scale for scale in (1.0, *SCALES)
-    )
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        whole = _stepped(make, options, value, gradients)
-        for dim in (0, 1):
-            parts = zip(*(each.chunk(2, dim) for each in (value, *gradients)), strict=True)
-            joined = torch.cat([_stepped(make, options, part, made) for part, *made in parts], dim)
-            if not torch.allclose(joined, whole, rtol=1e-10, atol=1e-12):
-                raise InputError(
-                    f"{name_of(make)} is not elementwise: two halves of a matrix, each by itself, become another "
-                    f"one than the whole (by up to {(joined - whole).abs().max().item():.1g}). {WAY_OUT}"
-                )
+    values, *gradients = _drawn((SIZE, SIZE), device)
+    [whole] = _stepped(make, options, [values], [[each] for each in gradients])
+    for dim in (0, 1):
+        parts = zip(*(each.chunk(2, dim) for each in (values, *gradients)), strict=True)
+        joined = torch.cat([_stepped(make, options, [part], [[g] for g in own])[0] for part, *own in parts], dim)
+        if not _agree(joined, whole):
+            return False
+    return True
+
+
+def check_by_itself(make: Callable[..., Any], options: Mapping[str, Any], device: torch.device) -> None:
+    """Raise :class:`InputError` unless an optimizer updates each of two matrices as if there were no other.
+
+    Arguments as of :func:`is_elementwise`.
+    """
+    tensors = [*zip(*(_drawn(shape, device) for shape in ((SIZE, SIZE // 2), (SIZE // 4, SIZE))), strict=True)]
+    together = _stepped(make, options, tensors[0], tensors[1:])
+    for number, at_once in enumerate(together):
+        [alone] = _stepped(make, options, [tensors[0][number]], [[each[number]] for each in tensors[1:]])
+        if not _agree(alone, at_once):
+            raise InputError(
+                f"{name_of(make)} is neither elementwise, nor does it update each parameter by itself: one of two "
+                f"matrices becomes another one alone than beside the other (by up to "
+                f"{(alone - at_once).abs().max().item():.1g}). {WAY_OUT}"
+            )
+
+
+def _drawn(shape: tuple[int, int], device: torch.device) -> list[Tensor]:
+    """A parameter, and its gradients in some steps."""
+    generator = torch.Generator().manual_seed(shape[0])
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(device) * scale for scale in (1.0, *SCALES)]
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
 def _stepped(
-    make: Callable[..., Any], options: Mapping[str, Any], value: Tensor, gradients: Sequence[Tensor]
-) -> Tensor:
-    """A parameter after steps with these gradients."""
-    parameter = nn.Parameter(value.clone())
-    optimizer = make([parameter], **options)
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
-        try:
-            optimizer.step()
-        except FAILURES as error:
-            raise InputError(
-                f"{name_of(make)} does not step from gradients alone ({first_line(error)}). {WAY_OUT}"
-            ) from error
-    return parameter.detach()
+    make: Callable[..., Any],
+    options: Mapping[str, Any],
+    values: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+) -> list[Tensor]:
+    """Parameters after steps with these gradients, from one state of the random numbers."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    device = values[0].device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        optimizer = make(parameters, **at_a_rate(options))
+        for of_step in gradients:
+            for parameter, gradient in zip(parameters, of_step, strict=True):
+                parameter.grad = gradient.clone()
+            try:
+                optimizer.step()
+            except FAILURES as error:
+                raise InputError(
+                    f"{name_of(make)} does not step from gradients alone ({first_line(error)}). {WAY_OUT}"
+                ) from error
+    return [parameter.detach() for parameter in parameters]
 
 
 WAY_OUT = (
-    "Ranks of this plan hold parts of the parameters, and each updates its own: take an optimizer that updates every "
-    "element by itself (AdamW, SGD, RMSprop, Adagrad ...), or a plan that shards no parameter (pin={'zero': 0})"
+    "Ranks of this plan hold different parameters, or parts of them: take an optimizer that updates every element by "
+    "itself (AdamW, SGD, RMSprop, Adagrad ...) or every parameter (Muon, Adafactor, autopar.Lamb ...), or a plan that "
+    "shards no parameter (pin={'zero': 0})"
 )
 
 
@@ -257,7 +330,7 @@ class StateKeeper:
         """
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         read = [
-            _held(each)
+            local(each)
             for p in stepped
             for each in (p, p.grad, *optimizer.state.get(p, {}).values())
             if isinstance(each, Tensor)

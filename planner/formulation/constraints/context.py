@@ -107,6 +107,8 @@ def _heads_to_share(kind: ContextKind | None, node: Node, rule: Rule, name: str,
         pinned, others = f"pin {name!r} is {ranks}", "leave it out"
         if name != "ulysses":
             pinned, others = f"pin 'context_kind' is {kind!r}", "pin 'gather' or 'ring', or leave out 'context_kind'"
+            part = max(part for part in range(1, ranks) if ranks % part == 0 and _heads(rule, part))
+            others = f"pin 'ulysses' {part} and 'context' {ranks // part}, {others}" if part > 1 else others
         raise PinError(
             f"{pinned}, but attention {node.path or node.name!r} has {count} heads{grouped}, which {ranks} ranks do "
             f"not divide: change pin {name!r}, {others}"

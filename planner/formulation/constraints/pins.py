@@ -75,6 +75,7 @@ class Pins:
         activations: of how many blocks, the first ones (of each stage), what is saved for backward may leave for where
             model data is at home: a count or ``all``; ``None`` leaves it to the search.
         streamed: linear layers may be streamed, where nothing in ``layers`` says so, too.
+        compile: what distinct blocks compute between collectives is compiled, each once.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -95,6 +96,7 @@ class Pins:
     update: Update = "after"
     activations: Activations | None = None
     streamed: bool = False
+    compile: bool = False
 
     @staticmethod
     def parse(pin: Mapping[str, object] | None) -> Pins:
@@ -117,7 +119,7 @@ class Pins:
             "update",
             "activations",
         }
-        known |= {"layers", "tables", "schedule", "batch_norm", "streamed"}
+        known |= {"layers", "tables", "schedule", "batch_norm", "streamed", "compile"}
         unknown = sorted(set(pin) - known, key=str)
         if unknown:
             told = "".join(f"; {hint}" for name in unknown if (hint := meant(name, known)))
@@ -127,9 +129,7 @@ class Pins:
         counts = {name: _count(name, what, pin.pop(name, None)) for name, what in COUNTS.items()}
         schedule = _schedule(pin.pop("schedule", None), counts["virtual_stages"])
         batch_norm = _batch_norm(pin.pop("batch_norm", None))
-        streamed = pin.pop("streamed", None)
-        if streamed not in (None, True, False):
-            raise PinError(f"pin 'streamed' is {streamed!r}; it is True or False")
+        streamed, compiles = (_switch(name, pin.pop(name, None)) for name in ("streamed", "compile"))
         sizes = read_tensor(pin.get("tensor"), pin.get("depth") is not None)
         pin |= {"tensor": None} if sizes else {}
         for name in pinnable():
@@ -189,7 +189,8 @@ class Pins:
             offload,
             update,
             activations,
-            bool(streamed),
+            streamed,
+            compiles,
         )
 
     @property
@@ -239,6 +240,8 @@ class Pins:
             found["recompute"] = {"keep": list(self.keep)} if self.keep else self.recompute
         if self.streamed:
             found["streamed"] = True
+        if self.compile:
+            found["compile"] = True
         if self.layers:
             found["layers"] = {path: dict(axes) for path, axes in self.layers.items()}
         if self.tables:
@@ -406,6 +409,13 @@ def _schedule(schedule: object, virtual_stages: int | None) -> str | None:
         number = str(least) if least == most else f"{least} or more"
         raise PinError(f"pin 'virtual_stages' is {virtual_stages}, but {schedule} has {number} of them on each rank")
     return schedule
+
+
+def _switch(name: str, value: object) -> bool:
+    """A pin that is on or off; off where it is left out."""
+    if value not in (None, True, False):
+        raise PinError(f"pin {name!r} is {value!r}; it is True or False")
+    return bool(value)
 
 
 def _count(name: str, what: str, value: object) -> int | None:

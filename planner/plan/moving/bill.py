@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import in_bytes, in_seconds
 from planner.cost.cluster import ClusterSpec
-from planner.ir.elements import Elements, count, elements_of, overlap
+from planner.ir.elements import DisjointParts, Elements, count, elements_of
 from planner.ir.graph import ITEM_BYTES, Ref
 from planner.ir.layout import Layout, Mesh, over_micro_batches
 from planner.plan.document.document import WITHOUT_GRAPH
@@ -159,21 +159,21 @@ def moving_bill(old: Plan, new: Plan, was: Sequence[int | None] | None = None) -
             holders.setdefault(elements, [])
             if rank in now:
                 holders[elements].append(now[rank])
+        for held_by in holders.values():
+            held_by.sort()
+        parts = DisjointParts(holders)
         for rank, elements in wanted.by_rank():
-            for part, held_by in holders.items():
-                common = overlap(elements, part) * size
-                if not common:
+            for part, common in parts.overlapping(elements):
+                if not holders[part]:
+                    lost[rank] += common * size
                     continue
-                if not held_by:
-                    lost[rank] += common
-                    continue
-                source = source_of(rank, held_by, spans)
+                source = source_of(rank, holders[part], spans)
                 if source == rank:
-                    kept[rank] += common
+                    kept[rank] += common * size
                 else:
                     level = levels[level_between(rank, source, spans)].name
-                    received[rank][level] += common
-                    sent[source][level] += common
+                    received[rank][level] += common * size
+                    sent[source][level] += common * size
     ranks = tuple(
         RankBill(number, was[number], kept[number], dict(sent[number]), dict(received[number]), lost[number])
         for number in range(after)

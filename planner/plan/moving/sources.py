@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 
@@ -18,9 +19,17 @@ def source_of(rank: int, holders: Sequence[int], spans: Sequence[int]) -> int:
     """Which of the holders of a part sends it to a rank; the rank itself where it is one.
 
     Ranks that are equally far away from several holders take different ones in turn.
+
+    Args:
+        holders: in order, at least one.
+        spans: see :func:`level_between`.
     """
-    if rank in holders:
+    at = bisect.bisect_left(holders, rank)
+    if at < len(holders) and holders[at] == rank:
         return rank
-    levels = [level_between(rank, holder, spans) for holder in holders]
-    nearest = sorted(holder for holder, level in zip(holders, levels, strict=True) if level == min(levels))
-    return nearest[rank % len(nearest)]
+    for span in (*spans[:-1], None):
+        unit = range(0, holders[-1] + 1) if span is None else range(rank // span * span, (rank // span + 1) * span)
+        first, last = (bisect.bisect_left(holders, end) for end in (unit.start, unit.stop))
+        if first < last:
+            return holders[first + rank % (last - first)]
+    raise AssertionError("nobody holds it")

@@ -186,6 +186,7 @@ def _space(
         plan.activations,
         config.unsharding,
         plan.discards if said else None,
+        pins.compile,
     )
     ordered = replace(pins, schedule=schedule)
     return blocks, pinned_space(graph, blocks.folded, config.mesh, cluster, ordered, training, config.stages)
@@ -241,6 +242,7 @@ def _bound(plan: Plan, made: _Made, time_limit_s: float, progress: Progress | No
     pins, space = Pins.parse(made.pin), made.space
     found = None
     if time_limit_s > 0:
-        training = Training(plan.optimizer_bytes_per_element, discards=space.training.discards)
+        given = space.training
+        training = Training(plan.optimizer_bytes_per_element, discards=given.discards, compile=given.compile)
         found = searched_bound(space.graph, space.cost.cluster, pins, training, time_limit_s, progress)
     return found or arithmetic_bound(made.fitted.assignment, made.configuration.config, pins)

@@ -44,6 +44,7 @@ from planner.plan.report.summary import (
 
 SHOWN = 16
 """So many candidates are listed."""
+COMPILED = "what each distinct block computes between collectives, once for all of its instances"
 LETTERS = (
     "layouts by axis: S(d) sharded along dim d, R and I replicated (R: gradient still to be summed), P partial sum"
 )
@@ -97,6 +98,7 @@ def _head(document: Document) -> str:
         *([("batches", in_paragraph(micro_batched(document)))] if document.pipeline is not None else []),
         *(_stages(document) if document.pipeline is not None and document.pipeline.ranks > 1 else []),
         *([("outputs", in_paragraph(outputs(document)))] if document.discards else []),
+        *([("compile", in_paragraph(COMPILED))] if document.pins.compile else []),
         *([("offload", in_paragraph(offloads(document)))] if document.transfer_schedules else []),
         *([("tables", in_paragraph(placed(document.tables, document)))] if document.tables is not None else []),
         *([("without", in_paragraph(document.search.left_out))] if document.search.left_out else []),

@@ -461,12 +461,14 @@ def test_what_is_no_path_and_no_optimizer_says_so(saved: Path) -> None:
         ):
             with pytest.raises(CheckpointError, match=f"path is of type {type(wrong).__name__}: give a checkpoint's"):
                 call(wrong)
-    for other in ([optimizer], model, optimizer.state_dict()):
+    for other in (model, optimizer.state_dict()):
         for do in (autopar.save_checkpoint, autopar.load_checkpoint):
             with pytest.raises(
                 CheckpointError, match=rf"optimizer is of type {type(other).__name__}, .* no param_groups"
             ):
                 do(saved, model, other)
+    with pytest.raises(CheckpointError, match=r"two optimizers have \d+ parameters of the module in common, '"):
+        autopar.save_checkpoint(saved, model, [optimizer, optimizer])
     assert value_at(str(saved)) == 1.0
 
 

@@ -23,8 +23,10 @@ from safetensors.torch import save_file
 
 import autopar
 from autopar.measure.local_processes import LocalProcesses, RankError
+from autopar.verification.float64 import exact
+from planner.plan.moving.bill import moving_bill
 from planner.plan.plan import Plan
-from tests.autopar import by_hand, checkpoints, faces, stacked, workers
+from tests.autopar import by_hand, checkpoints, compiled, elastic, faces, stacked, whole_parameters, workers
 
 pytestmark = pytest.mark.processes
 
@@ -77,6 +79,14 @@ MICRO_BATCHED_PLANS: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
+COMPILED: list[tuple[str, dict[str, Any], float]] = [
+    ("gpt2", {"data": 2, "zero": 3, "recompute": "full"}, 0.1),
+    ("llama", {"tensor": 2, "sequence_parallel": True, "recompute": "selective"}, 0.0),
+    ("llama", {"micro_batches": 4, "pipeline": 2, "schedule": "zero_bubble", "recompute": "full"}, 0.0),
+    ("mixtral", {"expert": 2, "recompute": "full", "offload": "host"}, 0.0),
+]
+
+
 def name_of(value: object) -> str:
     if isinstance(value, dict):
         return "+".join(f"{k}{v}" for k, v in value.items())
@@ -94,6 +104,20 @@ def test_trains_as_the_original(pool: LocalProcesses, model: str, pin: dict[str,
     document = workers.plan_exactly(model, pin, ranks)
     losses = pool.run(workers.trains_alike, model, document, ranks=ranks)
     assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("model, pin, dropout", COMPILED, ids=name_of)
+def test_trains_compiled(pool: LocalProcesses, model: str, pin: dict[str, Any], dropout: float) -> None:
+    """However deep a model is: of two blocks alike each has the segments of one."""
+    with exact():
+        document = workers.plan_of(model, pin, 2, dropout)
+    found = pool.run(compiled.trains_compiled, model, document, dropout, ranks=2)
+    assert all(0 < each.segments <= each.graphs for each in found)
+
+
+def test_deep_models_compile_as_often_as_shallow_ones_and_find_their_code_on_disk(pool: LocalProcesses) -> None:
+    segments, graphs, _ = pool.run(compiled.compiles_once, 4, torch.float64, ranks=1)[0]
+    assert pool.run(compiled.compiles_once, 8, torch.float64, ranks=1)[0] == (segments, graphs, 0)
 
 
 def test_trains_with_rows_in_flight(pool: LocalProcesses) -> None:
@@ -131,6 +155,38 @@ def test_a_prediction_is_right_once_the_load_of_experts_is_known(
     found = pool.run(workers.peak_of_a_step, name, document, ranks=4)
     assert {seen.tokens[:2] for _, seen in found} == {load.tokens[:2]}
     assert Plan.from_dict(document).predicted.peak_bytes == pytest.approx(max(peak for peak, _ in found), rel=0.05)
+
+
+WHOLE_PARAMETERS: list[tuple[str, dict[str, Any], int, list[str]]] = [
+    ("gpt2", {"data": 2, "tensor": 2, "zero": 3}, 4, ["Lamb", "Adafactor"]),
+    ("gpt2", {"pipeline": 2, "data": 2, "zero": 3, "micro_batches": 2}, 4, ["Lars", "Adafactor"]),
+    ("gpt2", {"tensor": [1, 2]}, 2, ["Lars", "Muon"]),
+    ("mixtral", {"expert": 2}, 2, ["Lamb", "Adafactor"]),
+    ("llama", {"data": 2, "zero": 1, "micro_batches": 2}, 2, ["Muon"]),
+    ("llama", {"context": 2, "zero": 3, "context_kind": "gather"}, 2, ["Lamb"]),
+]
+
+
+@pytest.mark.parametrize("model, pin, ranks, optimizers", WHOLE_PARAMETERS, ids=name_of)
+def test_optimizers_go_by_whole_parameters(
+    pool: LocalProcesses, model: str, pin: dict[str, Any], ranks: int, optimizers: list[str]
+) -> None:
+    """Strips over one axis of two, owners in both stages, a grid, experts, and ranks of a sequence."""
+    document = workers.plan_exactly(model, pin, ranks)
+    pool.run(whole_parameters.steps_alike, model, document, optimizers, ranks=ranks)
+
+
+def test_what_owners_keep_goes_on_under_any_plan(pool: LocalProcesses, tmp_path: Path) -> None:
+    """Matrices, vectors of rows and columns, a second optimizer for what is no matrix; and in one process."""
+    labels, path = ["Muon", "Adafactor"], str(tmp_path)
+    plans = [workers.plan_exactly("mlp", pin, 2) for pin in ({"tensor": 2}, {"data": 2, "zero": 3})]
+    begun = pool.run(whole_parameters.begins, "mlp", plans[0], path, labels, ranks=2)[0]
+    others = pool.run(whole_parameters.goes_on, "mlp", plans[1], path, labels, ranks=2)
+    for found in (*others, whole_parameters.goes_on("mlp", None, path, labels)):
+        for mine, theirs in zip(found, begun, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-10)
+    low = workers.plan_of("mlp", {"data": 2, "zero": 3}, 2, dtype=torch.bfloat16)
+    pool.run(whole_parameters.masters_step_whole, "mlp", low, ranks=2)
 
 
 def test_each_rank_stores_what_is_pinned(pool: LocalProcesses) -> None:
@@ -313,6 +369,18 @@ def test_masters_step_as_one_process_would_and_go_on_under_any_plan(pool: LocalP
     for document in plans[1:]:
         pool.run(by_hand.goes_on, "gpt2", document, path, ranks=2)
     by_hand.goes_on("gpt2", None, path)
+
+
+def test_ranks_that_stay_reshard_from_memory(pool: LocalProcesses, tmp_path: Path) -> None:
+    """4 ranks, 3 of them, and these with another one: to the bit what checkpoints would, and the original's losses."""
+    plans = [elastic.plan_of(4, elastic.FOUR), elastic.plan_of(3, elastic.THREE), elastic.plan_of(4, elastic.STAGED)]
+    found = pool.run(elastic.reshards, [plan.to_dict() for plan in plans], str(tmp_path), ranks=4)
+    whole = elastic.Run().steps(9)
+    assert found[0]["losses"] == pytest.approx(whole, rel=1e-10)
+    assert found[1]["losses"] == pytest.approx(whole[6:], rel=1e-10)
+    bill = moving_bill(plans[0], plans[1], (0, 2, 3))
+    sent = [sum(rank.sent_bytes.values()) for rank in bill.ranks]
+    assert [found[rank]["sent"] for rank in (0, 2, 3)] == [[size] for size in sent] and min(sent) > 0
 
 
 def test_checkpoints_fail_together(pool: LocalProcesses, tmp_path: Path) -> None:

@@ -322,20 +322,20 @@ def test_binary_cross_entropy(reduction: int) -> None:
 
 
 @pytest.mark.parametrize("sizes, factors, outers", [
-    ((2,), ("query",), (1,)), ((4,), ("query",), (1,)), ((2, 2), ("query", "query"), (1, 1)),
+    ((2,), ("query",), (1,)), ((8,), ("query",), (1,)), ((2, 2), ("query", "query"), (1, 1)),
     ((2,), ("query",), (4,)), ((2, 2), ("query", "kv"), (2, 1)), ((2, 2), ("d0", "query"), (1, 1)),
-    ((2, 2), ("group", "query"), (1, 1)),
+    ((2, 2), ("group", "query"), (1, 1)), ((2, 4), ("group", "kv"), (1, 1)),
 ])  # fmt: skip
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention(sizes: Any, factors: Any, outers: Any, causal: bool) -> None:
-    args = (randn(2, 4, 8, 6), randn(2, 2, 8, 6), randn(2, 2, 8, 10), None, 0.0, causal)
+    args = (randn(2, 8, 8, 6), randn(2, 4, 8, 6), randn(2, 4, 8, 10), None, 0.0, causal)
     op = aten.scaled_dot_product_attention.default
     check_layer(op, args, sizes, factors, outers, scale=0.3, enable_gqa=True)
 
 
 RINGS = [
-    ((2,), ("query.ring",)), ((4,), ("query.ring",)), ((2, 4), ("query", "query.ring")),
-    ((2, 2), ("query.ring", "query")), ((2, 2), ("query.ring", "kv")), ((2, 2), ("d0", "query.ring")),
+    ((2,), ("query.ring",)), ((8,), ("query.ring",)), ((2, 4), ("query", "query.ring")),
+    ((2, 2), ("query.ring", "query")), ((4, 2), ("query.ring", "kv")), ((2, 2), ("d0", "query.ring")),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Optimizers of a parallel module: that they are elementwise, their groups, and all that torch does with them."""
+"""Optimizers of a parallel module: which parts they step, their groups, and all that torch does with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import autopar
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optim.gradients import Gradient, Holders
-from autopar.runtime.optim.optimizer import FUSED, check_elementwise, make_optimizer
+from autopar.runtime.optim.optimizer import FUSED, check_by_itself, is_elementwise, make_optimizer
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 
@@ -72,37 +72,99 @@ class WantsClosure(torch.optim.SGD):
 @pytest.mark.parametrize("make, options", ELEMENTWISE, ids=lambda given: getattr(given, "__name__", ""))
 def test_elementwise_optimizers_are_taken(make: Any, options: dict[str, Any]) -> None:
     before = torch.get_rng_state()
-    check_elementwise(make, options, CPU)
+    assert is_elementwise(make, options, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+BY_ITSELF: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.Adafactor, {"lr": 0.0}),
+    (torch.optim.Muon, {}),
+    (Lars, {"lr": 0.0, "decay": 0.1}),
+    (autopar.Lars, {}),
+    (autopar.Lamb, {}),
+]
+
+
+@pytest.mark.parametrize("make, options", BY_ITSELF, ids=lambda given: getattr(given, "__name__", ""))
+def test_others_need_whole_parameters(make: Any, options: dict[str, Any]) -> None:
+    before = torch.get_rng_state()
+    assert not is_elementwise(make, options, CPU)
+    check_by_itself(make, options, CPU)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (WantsClosure, {}, r"WantsClosure does not step from gradients alone \((AssertionError|assert )"),
     (torch.optim.LBFGS, {}, r"LBFGS does not step from gradients alone \(.*'closure'\)"),
-    (torch.optim.Adafactor, {"lr": 0.0}, "Adafactor is not elementwise: two halves of a matrix"),
-    (torch.optim.Muon, {}, "Muon is not elementwise"),
     (torch.optim.SparseAdam, {}, r"SparseAdam does not step from gradients alone \(SparseAdam does not support dense"),
-    (Lars, {"lr": 0.0, "decay": 0.1}, "Lars is not elementwise"),
-    (Noisy, {}, "Noisy is not elementwise"),
+    (Noisy, {}, "Noisy is neither elementwise, nor does it update each parameter by itself: one of two matrices"),
 ]
 
 
 @pytest.mark.parametrize("make, options, said", REFUSED, ids=lambda given: getattr(given, "__name__", ""))
 def test_others_are_refused(make: Any, options: dict[str, Any], said: str) -> None:
-    before = torch.get_rng_state()
+    before, parameters, names = torch.get_rng_state(), {"a": nn.Parameter(torch.ones(4))}, {"a": "a"}
     with pytest.raises(InputError, match=rf"{said}.* take an optimizer that updates every element by itself \(AdamW"):
-        check_elementwise(make, options, CPU)
+        make_optimizer(make, parameters, names, {}, True, (), options)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_options_and_groups_decide_what_is_elementwise() -> None:
+def test_options_and_groups_decide_whether_parameters_are_stepped_whole() -> None:
     parameters, names = {"a": nn.Parameter(torch.ones(4))}, {"a": "a", "b": "b"}
-    made = make_optimizer(Lars, parameters, names, {}, True, (), {"lr": 0.1, "decay": 0.0})
-    assert made.param_groups[0]["params"] == [parameters["a"]]
+    asked: list[str] = []
+
+    def none_is_cut() -> tuple[()]:
+        asked.append("owners")
+        return ()
+
+    def make(groups: Any, slabs: dict[str, str], options: dict[str, float], cls: Any = Lars) -> Any:
+        return make_optimizer(
+            cls, parameters, names, slabs, True, groups, options, owned=lambda: asked.append("") or ()
+        )
+
+    made = make((), {"c": "a"}, {"lr": 0.1, "decay": 0.0})
+    assert made.param_groups[0]["params"] == [parameters["a"]] and not asked
     groups = [{"params": "b", "decay": 0.1}]  # on another stage of the pipeline
-    with pytest.raises(InputError, match="Lars is not elementwise"):
-        make_optimizer(Lars, parameters, names, {}, True, groups, {"lr": 0.1, "decay": 0.0})
-    assert make_optimizer(Lars, parameters, names, {}, False, groups, {"lr": 0.1, "decay": 0.0})
+    assert make(groups, {}, {"lr": 0.1, "decay": 0.0}) and len(asked) == 1
+    for cls, options in ((Lars, {"lr": 0.1, "decay": 0.1}), (autopar.Lamb, {"lr": 0.1})):
+        with pytest.raises(
+            InputError, match=r"goes by whole parameters, and embedding tables lie in slabs .* 'c' in 'a'"
+        ):
+            make((), {"c": "a"}, options, cls)
+
+
+def steps(make: Any, weight: list[float], gradients: list[list[float]], **options: Any) -> list[float]:
+    """A weight after steps with these gradients, in float64."""
+    parameter = nn.Parameter(torch.tensor(weight, dtype=torch.float64))
+    optimizer = make([parameter], **options)
+    for gradient in gradients:
+        parameter.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+    found: list[float] = parameter.tolist()
+    return found
+
+
+def test_lars_by_hand() -> None:
+    """A rate of 0.1 * 5 / (1 + 0.1 * 5) of (0.9, 1.2); then 0.45 / 1.45 of (0.87, 1.16), and half of the first."""
+    options = {"lr": 1.0, "momentum": 0.5, "weight_decay": 0.1, "trust_coefficient": 0.1, "eps": 0.0}
+    assert steps(autopar.Lars, [3.0, 4.0], [[0.6, 0.8]], **options) == pytest.approx([2.7, 3.6])
+    assert steps(autopar.Lars, [3.0, 4.0], [[0.6, 0.8]] * 2, **options) == pytest.approx([2.28, 3.04])
+    plain = {**options, "adapt": False}
+    assert steps(autopar.Lars, [3.0, 4.0], [[0.6, 0.8]], **plain) == pytest.approx([3 - 0.9, 4 - 1.2])
+    assert steps(autopar.Lars, [0.0, 0.0], [[0.6, 0.8]], **options) == pytest.approx([-0.6, -0.8])
+
+
+def test_lamb_by_hand() -> None:
+    """Adam's first update is the sign; with decay of 1 that is (4, 3), as long as the weight."""
+    options = {"lr": 0.2 * 2**0.5, "eps": 0.0, "weight_decay": 0.0}
+    assert steps(autopar.Lamb, [3.0, 4.0], [[2.0, -7.0]], **options) == pytest.approx([2.0, 5.0])
+    assert steps(autopar.Lamb, [3.0, 4.0], [[2.0, -7.0]], lr=0.5, eps=0.0, weight_decay=1.0) == pytest.approx(
+        [1.0, 2.5]
+    )
+    assert steps(autopar.Lamb, [3.0, 4.0], [[2.0, -7.0]], lr=0.5, eps=0.0, adapt=False, weight_decay=0.0) == [2.5, 4.5]
+    plain = steps(torch.optim.AdamW, [3.0, 4.0], [[2.0, -7.0], [1.0, 3.0]], lr=0.5, eps=1e-6, weight_decay=0.0)
+    mine = steps(autopar.Lamb, [3.0, 4.0], [[2.0, -7.0], [1.0, 3.0]], lr=0.5, adapt=False, weight_decay=0.0)
+    assert mine == pytest.approx(plain, rel=1e-12)
 
 
 # ---- over a module ---------------------------------------------------------------------------------------------------

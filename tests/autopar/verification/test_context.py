@@ -111,6 +111,14 @@ def text() -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
+def packed() -> Batch:
+    """Several texts in one sequence, none of which sees another: where each begins its position ids say."""
+    starts = torch.tensor([[0, 5, 16], [0, 3, 9], [0, 16, 16], [0, 12, 13]])
+    places = torch.arange(LENGTH)
+    first = torch.where(starts.unsqueeze(1) <= places.unsqueeze(1), starts.unsqueeze(1), 0).amax(-1)
+    return {**text(), "position_ids": places - first}
+
+
 CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]] = [
     (models.llama, text, {"context": 2, "ulysses": 2, "context_kind": "zigzag", "recompute": "full"}),
     (
@@ -123,7 +131,7 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]]
     (bert, padded, {"context": 4, "context_kind": "hybrid"}),
     (in_parts, text, {"context": 4, "context_kind": "zigzag", "zero": 3, "recompute": "full"}),
     (models.llama, padded, {"context": 2, "context_kind": "ulysses", "data": 2, "zero": 3}),
-    (qwen3, text, {"context": 2, "context_kind": "ring", "data": 2, "zero": 3, "recompute": "full"}),
+    (qwen3, packed, {"context": 2, "context_kind": "ring", "data": 2, "zero": 3, "recompute": "full"}),
     (mistral, text, {"context": 4, "context_kind": "ring"}),
     (gemma2, text, {"context": 4, "context_kind": "zigzag", "recompute": "full"}),
     (gemma2, padded, {"context": 2, "context_kind": "ring", "tensor": 2}),

@@ -79,6 +79,15 @@ def test_volumes(ranks: int) -> None:
     assert sent_bytes(planned("ulysses", ranks), ranks) == 2 * share * (2 * HEADS + 2 * KV) * each / ranks
 
 
+def test_ulysses_moves_less_from_some_ranks_on() -> None:
+    """Than a ring above 2 (g + 1) / 3, than gathers above g + 1: of g = 2 heads of queries to one of keys, 2 and 3."""
+    gather, ring, ulysses = (
+        {ranks: sent_bytes(planned(kind, ranks), ranks) for ranks in (2, 4)} for kind in ("gather", "ring", "ulysses")
+    )
+    assert ulysses[2] == ring[2] and ulysses[4] < ring[4]
+    assert ulysses[2] > gather[2] and ulysses[4] < gather[4]
+
+
 @pytest.mark.parametrize("window, messages", [(1, []), (6, [5]), (17, [16]), (24, [16, 7]), (64, [16, 16, 16])])
 def test_of_a_window_only_the_keys_that_are_seen_are_sent(window: int, messages: list[int]) -> None:
     """Forward and backward, and their gradients home; of 16 keys on each of four ranks. Gathered are all."""
@@ -282,11 +291,12 @@ def test_what_goes_around_is_hidden_where_links_and_cores_are_apart() -> None:
 
 @pytest.mark.parametrize("kind, given, message", [
     ("zigzag", {"is_causal": False}, "'zigzag', but attention 'attn' is not causal.*: pin 'ring' or 'gather'"),
-    ("zigzag_gather", {"biased": True}, "'zigzag_gather', but attention 'attn' is not causal"),
+    ("zigzag_gather", {"biased": True}, "but attention 'attn' has a mask as a tensor, .* of position_ids"),
     ("zigzag", {"length": 60}, "has 60 queries, of which 4 ranks .* pad the sequence to 64, or pin 'ring' or 'gather'"),
     ("ring", {"keys": 62, "is_causal": False}, "has 62 keys, which 4 ranks .*: pad .* to 64, or pin 'gather'"),
     ("hybrid", {"heads": 3, "kv": 3}, "'hybrid', but of the 4 ranks of pin 'context' no part .* the 3 heads of attent"),
     ("ulysses", {"heads": 6, "kv": 3}, "'attn' has 6 heads, in groups that share 3 heads of keys and values, which 4"),
+    ("ulysses", {"heads": 6, "kv": 3}, "change pin 'context', pin 'ulysses' 2 and 'context' 2, pin 'gather' or 'ring'"),
 ])  # fmt: skip
 def test_what_cannot_be_had_is_refused(kind: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(PinError, match=message):

@@ -85,6 +85,7 @@ def attention(length: int = 48, repeated: bool = False) -> Graph:
         ({"schedule": "1f2b"}, "pin 'schedule' is '1f2b'; it is one of 'gpipe', '1f1b'"),
         ({"schedule": "zbv", "virtual_stages": 3}, "'virtual_stages' is 3, but zbv has 2 of them on each rank"),
         ({"schedule": "interleaved_1f1b", "virtual_stages": 1}, "interleaved_1f1b has 2 or more of them"),
+        ({"compile": "inductor"}, "pin 'compile' is 'inductor'; it is True or False"),
         ({"layers": {"head": "n"}}, "maps a module path"),
     ],
     ids=str,
@@ -145,6 +146,7 @@ def test_pins_come_back_as_the_user_wrote_them() -> None:
     assert Pins.parse(micro_batches).to_dict() == micro_batches
     assert Pins.parse({"offload": "host"}).to_dict() == {"offload": "host"}
     assert Pins.parse({"context": 2, "context_kind": "ring"}).to_dict() == {"context": 2, "context_kind": "ring"}
+    assert Pins.parse({"compile": True}).to_dict() == {"compile": True} and Pins.parse({"compile": False}) == Pins()
     early = {"offload": "host", "update": "backward"}
     assert Pins.parse(early).to_dict() == early
     for value, found in (("all", "all"), ("none", "none"), (0, "none"), (3, 3)):

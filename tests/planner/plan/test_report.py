@@ -55,6 +55,12 @@ def test_what_was_asked_for_is_said_before_how_it_was_found() -> None:
     assert labels[:8] == ["pinned", "batches", "stages", "dtypes", "step", "memory", "search", "proof"]
 
 
+def test_compiled_blocks_are_said() -> None:
+    eager, compiled = (plan_of(residual_mlp(2), cluster(2), {"data": 2, **more}) for more in ({}, {"compile": True}))
+    assert "compile what each distinct block computes" in str(compiled) and "compile" not in str(eager)
+    assert compiled.blocks == eager.blocks and Plan.from_dict(compiled.to_dict()).pins.compile
+
+
 def test_no_line_of_the_head_is_much_longer_than_a_screen() -> None:
     plan = replace(mlp(), pin={"recompute": {"keep": [f"layers.{i}.up" for i in range(20)]}})
     assert all(len(line) <= 10 + WIDTH for line in str(plan).partition("\nblock ")[0].splitlines())
