@@ -2,8 +2,8 @@
 
 python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [observed] [published] [runs] [imitated]
                      [family] [iopddl] [memory] [million] [rsa] [integrations] [exporters] [pipeline] [schedules]
-                     [transfer schedule] [offload] [compiled] [tables] [cached] [elastic] [fleet] [fuzz [files]]
-                     [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
+                     [transfer schedule] [offload] [compiled] [tables] [cached] [array] [elastic] [fleet]
+                     [fuzz [files]] [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -25,6 +25,7 @@ import torch
 
 from autopar.measure.profile import measured_cluster, profile
 from benchmarks import (
+    array,
     cached_table,
     compiled,
     context,
@@ -877,6 +878,36 @@ def write_fleets(
     print(record.write("fleet", "Fleets", notes, rows, raw, facts), flush=True)
 
 
+def arrays() -> None:
+    """Sweeps of small models as arrays, one after another, in processes of their own; and on paper on a V100."""
+    facts = record.circumstances()
+    measured, predicted_ = array.measure(), array.on_paper()
+    paper = {each.model: each for each in predicted_}
+    rows = []
+    for name, priced in paper.items():
+        sweep = next((each for each in measured if each.model == name), None)
+        rows.append(
+            {
+                "model": name,
+                "CPU ms": "" if sweep is None else f"{1e3 * statistics.median(sweep.fused_s):.2f}",
+                "one after another": "" if sweep is None else f"{sweep.times(sweep.one_by_one_s):.1f} x",
+                f"{array.MEMBERS} processes": "" if sweep is None else f"{sweep.times(sweep.processes_s):.1f} x",
+                "V100 ms of one": f"{1e3 * priced.steps[0][1]:.2f}",
+                **{f"x by {count}": f"{priced.speedup(count):.1f}" for count in array.COUNTS[1:]},
+            }
+        )
+    notes = (
+        f"Sweeps of {array.MEMBERS} learning rates with AdamW. *CPU ms*: of the processor, for a step of all members "
+        "as one array, on one thread; behind it how many times as long the members take one after another, and "
+        f"together in {array.MEMBERS} processes, with torch's fused AdamW: medians of {array.ROUNDS} rounds, in each "
+        f"of which a way is the median of {array.STEPS} steps. Inputs and optimizers are the same. *V100*: predicted "
+        "by the cost model for one V100 in half precision with the batch in `benchmarks/array.py`: a step of one "
+        "model, and how many times the throughput of one model after another an array has."
+    )
+    raw = {"measured": [*map(asdict, measured)], "paper": [*map(asdict, predicted_)]}
+    print(record.write("array", "Arrays of models", notes, rows, raw, facts), flush=True)
+
+
 def transfer_schedules() -> None:
     """Bytes that planned transfer schedules move beside those of other rules."""
     facts = record.circumstances()
@@ -993,6 +1024,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "transfer_schedule": transfer_schedules,
     "tables": placements,
     "cached": cached,
+    "array": arrays,
     "elastic": moved,
     "fleet": fleets,
     "offload": offloads,

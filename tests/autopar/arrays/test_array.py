@@ -166,6 +166,25 @@ def test_every_optimizer_steps_members_as_their_own_would(make: Any) -> None:
     check_equal(array, members)
 
 
+def test_a_hook_clips_every_member_by_its_own_norm() -> None:
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 0.1)
+
+    members, given = doubled(Perceptron), batch(own=False)
+    array = autopar.array(members)
+    optimizer = array.optimizer(torch.optim.SGD, lr=1.0)
+    optimizer.register_step_pre_hook(clip)
+    array(**given).loss.backward()
+    optimizer.step()
+    for member in members:
+        trained = [p for p in member.parameters() if p.requires_grad]
+        member(**given)["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(trained, 0.1)
+        torch.optim.SGD(trained, lr=1.0).step()
+    check_equal(array, members)
+
+
 def test_metrics_have_a_dim_of_members() -> None:
     members = doubled(Perceptron)
     given = batch(own=False)
