@@ -1,9 +1,9 @@
 """Measure plan time and step time, and record both under ``benchmarks/results``; ``make bench`` runs this.
 
-python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [published] [runs] [family] [iopddl] [memory]
-                     [million] [rsa] [integrations] [exporters] [pipeline] [schedules] [transfer schedule] [offload]
-                     [compiled] [tables] [cached] [elastic] [fuzz [files]] [exact [problems [seed]]] [gpu_steps]
-                     [gpu_offload] [gpu_largest]
+python -m benchmarks [plan] [step] [stages] [context] [shards] [predicted] [observed] [published] [runs] [imitated]
+                     [family] [iopddl] [memory] [million] [rsa] [integrations] [exporters] [pipeline] [schedules]
+                     [transfer schedule] [offload] [compiled] [tables] [cached] [elastic] [fuzz [files]]
+                     [exact [problems [seed]]] [gpu_steps] [gpu_offload] [gpu_largest]
 
 Those of a GPU run where there is one; gpu_largest, which takes longer, when it is named.
 """
@@ -23,6 +23,7 @@ from typing import Any, get_args
 
 import torch
 
+from autopar.measure.profile import measured_cluster, profile
 from benchmarks import (
     cached_table,
     compiled,
@@ -32,12 +33,14 @@ from benchmarks import (
     exporters,
     family,
     fuzz,
+    imitated,
     integrations,
     iopddl,
     largest,
     memory,
     memory_micro_batched,
     million,
+    observed,
     offload,
     one_gpu,
     pipeline,
@@ -393,6 +396,22 @@ def published_runs() -> None:
     print(record.write("published", "Published runs", notes, rows, raw, facts), flush=True)
 
 
+def observed_steps() -> None:
+    """Intervals of predictions that observed steps correct, beside what was held out."""
+    facts = record.circumstances()
+    cluster = measured_cluster(profile(observed.RANKS))
+    rows = observed.held_out(observed.observe(cluster))
+    notes = (
+        f"GPTs written by hand, of {len(observed.SHAPES)} shapes (layers x width), train on {observed.RANKS} local "
+        f"gloo processes, {observed.STEPS} steps each, every second one under torch's profiler; the machine was "
+        "profiled before. Each model in turn is held out: what was observed of the others corrects its predictions "
+        "and gives their intervals. Rows are distinct blocks forward and backward, and kinds of collectives; *off by* "
+        f"is the median factor. {observed.told(rows)}."
+    )
+    raw = [asdict(row) for row in rows]
+    print(record.write("observed", "Observed steps", notes, observed.table(rows), raw, facts), flush=True)
+
+
 def planned() -> None:
     """Published configurations as the planner prices them."""
     facts = record.circumstances()
@@ -410,6 +429,27 @@ def planned() -> None:
     )
     raw = [{name: value for name, value in asdict(each).items() if name != "plan_s"} for each in found]
     print(record.write("planned_runs", "Planned runs", notes, planned_runs.table(found), raw, facts), flush=True)
+
+
+def imitated_stacks() -> None:
+    """Published runs of modern stacks, priced as what their software does."""
+    facts = record.circumstances()
+    sets = {"looked at": imitated.RUNS, "held out": imitated.HELD_OUT}
+    found = {name: imitated.runs(rows) for name, rows in sets.items()}
+    told = "; ".join(f"{name}: {imitated.errors(each)}" for name, each in found.items())
+    notes = "\n\n".join(
+        [
+            "Step times and peaks of published runs of torchtitan, and what the planner predicts where the cluster's "
+            f"`software` says what that stack compiles and overlaps (`benchmarks/imitated.py`). {told}.",
+            f"{imitated.DIFFERS}.",
+        ]
+    )
+    rows = [{"set": name, **row} for name, each in found.items() for row in imitated.table(sets[name], each)]
+    raw = {
+        name: [{key: value for key, value in asdict(run).items() if key != "plan_s"} for run in each]
+        for name, each in found.items()
+    }
+    print(record.write("imitated", "Imitated stacks", notes, rows, raw, facts), flush=True)
 
 
 def mixtures() -> None:
@@ -877,7 +917,9 @@ PARTS: dict[str, Callable[[], None]] = {
     "shards": partial(steps, "shards", "Step time of sharded parameters", SHARD_CASES),
     "predicted": predictions,
     "published": published_runs,
+    "observed": observed_steps,
     "runs": planned,
+    "imitated": imitated_stacks,
     "mixtures": mixtures,
     "million": million_tokens,
     "rsa": ring_self_attention,

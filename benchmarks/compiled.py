@@ -2,9 +2,9 @@
 
 Data parallel: ours pinned ``{"data": n, "zero": 0}`` against ``DistributedDataParallel``. Sharded: ``zero`` 3 against
 ``fully_shard`` of every layer and of the rest. Tensor parallel: ``{"tensor": n}`` against ``parallelize_module`` with
-column and row styles, vocabulary included. On their side every layer is compiled as a whole graph, as torchtitan does
-it. All three sides train the same model on the same batches from the same weights with torch's fused AdamW, in turns in
-one run, and the losses must agree.
+column and row styles, vocabulary included, and logits gathered for Transformers' loss. On their side every layer is
+compiled as a whole graph, as torchtitan does it. All three sides train the same model on the same batches from the same
+weights with torch's fused AdamW, in turns in one run, and the losses must agree.
 
 How compiling grows with depth is measured apart, in one process: CPU seconds of a model's first step, which compiles,
 less those of a later one.
@@ -27,14 +27,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar import ClusterSpec, parallelize
@@ -49,6 +43,8 @@ KINDS: dict[str, dict[str, int]] = {"data": {"zero": 0}, "zero 3": {"zero": 3}, 
 SIDES = ("compiled", "eager", "theirs")
 DEPTHS = (2, 32)
 STEPS, WARMUP = 8, 2
+TIMEOUT_S = 600.0
+"""So long a rank waits for others, which may still be compiling."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ class Depth:
 
 def compare(case: Case) -> Compared:
     """Start the processes and train all sides in them."""
-    with LocalProcesses(case.ranks, PRELOAD) as processes:
+    with LocalProcesses(case.ranks, PRELOAD, TIMEOUT_S) as processes:
         found: Compared = processes.run(_train_all, case)[0]
     return found
 
@@ -182,7 +178,7 @@ def _theirs(model: nn.Module, case: Case) -> tuple[Any, ...]:
     if case.kind == "tensor":
         plan: dict[str, ParallelStyle] = {
             "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-            "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
         }
         for i in range(case.shape.layers):
             for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
@@ -193,7 +189,7 @@ def _theirs(model: nn.Module, case: Case) -> tuple[Any, ...]:
     for layer in layers.children():
         layer.compile(fullgraph=True)
     if case.kind == "tensor":
-        return model, lambda batch: batch, loss_parallel, False
+        return model, lambda batch: batch, contextlib.nullcontext, False
     if case.kind == "data":
         return DistributedDataParallel(model), own_part, contextlib.nullcontext, True
     for part in (*layers.children(), model):

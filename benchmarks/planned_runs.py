@@ -35,6 +35,7 @@ from planner.formulation.resharding import local_bytes
 from planner.formulation.training import Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import Axis
+from planner.ops import OPS
 from planner.search.branch_and_bound import Searched
 from planner.search.candidates import PROVED
 from planner.search.search import search
@@ -235,7 +236,7 @@ def titan(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> list[
         if found is None:
             runs.append(run)
             continue
-        left = {"copies": _copies_s(found)}
+        left = {"copies": copies_s(found)}
         if level == "full":
             run = _with(replace(run, pin={**pin, "recompute": "full in every other block"}), _half(found))
         runs.append(_freely(replace(run, besides=left), traced, cluster, TRAINING))
@@ -369,11 +370,23 @@ def _skipped_s(assignment: Assignment) -> float:
     return skipped_s
 
 
-def _copies_s(found: Searched) -> float:
+def copies_s(found: Searched) -> float:
     """Seconds in which FSDP2 copies gathered buffers into parameters, twice, and gradients, cast, into a buffer."""
     space = found.assignment.space
     elements = sum(leaf.results[0].numel for leaf in space.graph.leaves if leaf.op == "param")
     return float(space.cost.compute_s(0.0, (2 * 2 * HALF + HALF + FULL) * elements, "bfloat16"))
+
+
+def made_again_s(found: Searched) -> float:
+    """Seconds of every other product of the layers, which torchtitan recomputes where it does so by operator."""
+    assignment = found.assignment
+    space, seconds = assignment.space, 0.0
+    layers = max(space.folded.kinds, key=len)
+    for node in layers[0].block.nodes:
+        row = OPS.get(node.op)
+        if row is not None and row.contracts:
+            seconds += space.work(node, assignment.choice(node)).forward_s
+    return len(layers) * seconds / 2
 
 
 def _sending_s(assignment: Assignment, values: Iterable[Ref]) -> float:

@@ -465,9 +465,16 @@ def profile(
     cluster: Annotated[
         Path | None, typer.Option("--cluster", "-c", help="Write a description of this machine that refers to it here.")
     ] = None,
+    observed: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Measure nothing: correct prices by what pmodel.compare().save(...) wrote."),
+    ] = None,
 ) -> None:
     """Measure this machine, so that plans for it are priced by what it does."""
     _check_writable(out, cluster)
+    if observed:
+        _correct(observed, out, cluster)
+        return
     with _status("importing torch") as say:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the processes
         from autopar.measure import profile as profiling
@@ -477,6 +484,24 @@ def profile(
         spec = profiling.measured_cluster(found)
     found.save(out)
     typer.echo(spec.describe())
+    typer.echo(f"written: {out}", err=True)
+    if cluster is not None:
+        spec.save(cluster, calibration=out)
+        typer.echo(f"written: {cluster}; plan with --cluster {cluster}", err=True)
+
+
+def _correct(observed: list[Path], out: Path, cluster: Path | None) -> None:
+    """Write the calibration that some records of steps come to."""
+    from planner.cost.correction import CONFIDENCE
+    from planner.plan.comparison import Comparison, recalibrated
+
+    spec = recalibrated([Comparison.load(path) for path in observed])
+    assert spec.calibration is not None
+    for each in spec.calibration.corrections:
+        ends = each.factors
+        within = "" if ends is None else f", {CONFIDENCE:.0%} within {ends[0] - 1:+.0%} and {ends[1] - 1:+.0%} of that"
+        typer.echo(f"{each.work}: {each.ratio:.2f} times as long as was predicted ({each.count} observed{within})")
+    spec.calibration.save(out)
     typer.echo(f"written: {out}", err=True)
     if cluster is not None:
         spec.save(cluster, calibration=out)

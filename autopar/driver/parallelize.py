@@ -194,6 +194,7 @@ def parallelize(
         plan.pins.compile,
     )
     made.data_agreement = DataAgreement(stage_mesh, device, calls)
+    made.planned = plan
     return made
 
 

@@ -56,35 +56,47 @@ def in_segments(
     weights = _of_weights(program) if compiler.splits_backward else set()
     order = _ordered(program, repeated, lambda node: _is_local(node) and weights.isdisjoint(node.all_input_nodes))
     groups = [each for each in order if isinstance(each, _SegmentPlan)]
-    member = {node: group for group in groups for node in group.nodes}
-    result = next(iter(program.find_nodes(op="output")))
-    results = result.args[0]
-    dropped: set[str] = set()
+    result, results = _returned(program)
+    let_go: set[str] = set()
     if again is not None:
         outputs, discarded, kept = results
-        read = {*_nodes_in((outputs, kept))}
-        dropped = {v.name for v in discarded if v not in read and _is_inside(v, member, result)}
-        results = outputs, tuple(value for value in discarded if value.name not in dropped), kept
-    leaving = {*_nodes_in(results)}
-    segments: dict[str, Segment] = {}
+        let_go = _inside(discarded, groups, {result}) - {value.name for value in _nodes_in((outputs, kept))}
+        results = outputs, tuple(value for value in discarded if value.name not in let_go), kept
+    leaving, segments = {*_nodes_in(results)}, dict[str, Segment]()
     for number, group in enumerate(groups):
         inside = {*group.nodes}
         group.inputs = [*dict.fromkeys(v for node in group.nodes for v in node.all_input_nodes if v not in inside)]
-        group.outputs = [
-            v for v in group.nodes if v in leaving or any(u not in inside and u is not result for u in v.users)
-        ]
+        group.outputs = [v for v in group.nodes if v in leaving or not inside.union((result,)).issuperset(v.users)]
         group.name = f"{name}_segment_{number}"
         segments[group.name] = _segment(group, compiler)
     made = _rebuilt(program, order, results)
     if again is None:
         return made, None, segments
-    by_name = {node.name: group for node, group in member.items() if group.runs_again}
+    values = tuple(value for value in _returned(again)[1] if value.name not in let_go)
+    return made, _rebuilt(again, _again_ordered(again, groups), values), segments
+
+
+def _returned(program: fx.Graph) -> tuple[fx.Node, Any]:
+    """The statement that returns, and what it does."""
+    result = next(iter(program.find_nodes(op="output")))
+    return result, result.args[0]
+
+
+def _inside(values: Iterable[fx.Node], groups: Sequence[_SegmentPlan], apart: set[fx.Node]) -> set[str]:
+    """The names of those that are read only in the segment that makes them, and by statements ``apart``."""
+    member = {node: group for group in groups for node in group.nodes}
+    return {
+        value.name
+        for value in values
+        if value in member and all(user in apart or member.get(user) is member[value] for user in value.users)
+    }
+
+
+def _again_ordered(again: fx.Graph, groups: Sequence[_SegmentPlan]) -> list[fx.Node | _SegmentPlan]:
+    """The statements of what runs again, with segments where their last operators are."""
     last = {group.nodes[-1].name: group for group in groups}
-    order = [
-        last.get(n.name, n) if n.name in by_name else n for n in again.nodes if n.name not in by_name or n.name in last
-    ]
-    values = tuple(v for v in next(iter(again.find_nodes(op="output"))).args[0] if v.name not in dropped)
-    return made, _rebuilt(again, order, values), segments
+    others = {node.name for group in groups for node in group.nodes} - last.keys()
+    return [last.get(node.name, node) for node in again.nodes if node.name not in others]
 
 
 def _is_local(node: fx.Node) -> bool:
@@ -139,12 +151,6 @@ def _pays(nodes: Sequence[fx.Node]) -> bool:
     """Whether there is anything to fuse: at least two statements compute, and are no views."""
     schemas = [node.target._schema for node in nodes if isinstance(node.target, OpOverload)]
     return sum(all(argument.alias_info is None for argument in each.arguments) for each in schemas) > 1
-
-
-def _is_inside(value: fx.Node, member: dict[fx.Node, _SegmentPlan], result: fx.Node) -> bool:
-    """Whether only the segment that makes a value reads it."""
-    group = member.get(value)
-    return group is not None and all(user is result or member.get(user) is group for user in value.users)
 
 
 def _segment(group: _SegmentPlan, compiler: Compiler) -> Segment:

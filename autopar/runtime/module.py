@@ -10,7 +10,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -51,9 +51,12 @@ from autopar.runtime.spmd.pretrained import save_pretrained
 from autopar.runtime.spmd.programs import Emitted, Maker, Programs
 from autopar.runtime.spmd.run_state import RunState
 from autopar.runtime.spmd.state_dict import on_all_stages, part_like, slabs_like, whole_tensors
+from autopar.runtime.spmd.step_observer import Seen, StepObserver
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import sizes_text
 from planner.ir.layout import Mesh
+from planner.plan.comparison import Comparison, compare
+from planner.plan.document.document import Document
 from planner.plan.timeline import StepTimeline
 
 Program = GraphModule | PipelineStep
@@ -113,6 +116,8 @@ class ParallelModule(Fronts):
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
         self.state, self.pipeline = state, pipeline
         self.data_agreement: DataAgreement | None = None  # of ranks that are processes
+        self.planned: Document | None = None
+        self._seen: Seen | None = None
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
         tensors: dict[str, Tensor] = {}
         constants: dict[str, Tensor] = {}
@@ -253,6 +258,42 @@ class ParallelModule(Fronts):
             self.offload.early.update_by(made)
         return made
 
+    def accumulate_gradients_in(self, dtype: torch.dtype) -> None:
+        """Add gradients of parameters in bfloat16 or float16 up in a wider dtype: those of the micro-batches of a step,
+        and those of several calls of backward, until they are set to ``None``.
+
+        What a step adds up is rounded once to the parameter's dtype, in which ranks reduce it and plans price it;
+        ``parameter.grad`` is in the wider one. It is for optimizers with ``master_dtype``. Plans do not count the wider
+        gradients: they take so many bytes more for each element, as parameters are used and as they are stored.
+
+        Args:
+            dtype: e.g. ``torch.float32``.
+
+        Raises:
+            InputError: it does not hold what gradients do; there are some in another one; or they have their home
+                beside the device.
+        """
+        if self.offload is not None:
+            raise InputError(
+                "the plan keeps gradients beside the device, where they are added up in the dtype of their parameter: "
+                "plan with pin={'offload': 'none'}, or convert the model to a wider dtype before it is planned"
+            )
+        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        for name, parameter in trained.items():
+            if torch.promote_types(parameter.dtype, dtype) != dtype:
+                raise InputError(
+                    f"gradients are to be added up in {dtype}, which does not hold those of {name} in "
+                    f"{parameter.dtype}: give a wider dtype, e.g. torch.float32"
+                )
+            if parameter.grad is not None and parameter.grad.dtype != dtype:
+                raise InputError(
+                    f"gradients are to be added up in {dtype}, and {name} has one in {parameter.grad.dtype}: call this "
+                    "before the first backward, or after zero_grad()"
+                )
+        self.state.gradient_dtype = dtype
+        for parameter in trained.values():
+            parameter.grad_dtype = dtype
+
     def _owned(self, parameters: Mapping[str, nn.Parameter]) -> list[Owned]:
         """Who steps each of these parameters that is cut, where an optimizer steps whole ones.
 
@@ -308,6 +349,54 @@ class ParallelModule(Fronts):
             )
         return observed(self.program.spec.recorder, self.pipeline)
 
+    @contextmanager
+    def observe(self) -> Iterator[None]:
+        """Observe the steps inside, for :meth:`compare`: ``with pmodel.observe(): ...``; every rank does.
+
+        Every second step runs under torch's profiler, which knows what collectives take; the others time blocks.
+
+        Raises:
+            InputError: the plan runs micro-batches.
+        """
+        if isinstance(self.program, PipelineStep):
+            raise InputError(
+                "blocks of micro-batched steps are not observed: pmodel.timeline() shows such a step, action by action"
+            )
+        blocks = [module for name, module in programs_in(self.program) if not name.endswith("_again")]
+        observer = StepObserver(self.program, blocks, self._device)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        observer.start()
+        try:
+            yield
+        finally:
+            self._seen = observer.stop()
+
+    def compare(self, optimizer: torch.optim.Optimizer | None = None) -> Comparison:
+        """What the observed steps took on this rank beside what the plan predicts: seconds of every distinct block and
+        of every kind of collective, with standard errors, and bytes by use.
+
+        ``pmodel.compare().save("run.json")`` writes it for ``autopar profile --from run.json``, by which the next plan
+        is priced. The peak of memory is observed on GPUs; on CPUs :func:`autopar.verify` counts it.
+
+        Args:
+            optimizer: whose state is compared, too.
+
+        Raises:
+            InputError: nothing was observed, see :meth:`observe`.
+        """
+        if self._seen is None or self.planned is None or not self._seen.blocks:
+            raise InputError("no step was observed: run some inside of `with pmodel.observe():` first, at least two")
+        memory = {"parameters": sum(map(_local_bytes, (*self.parameters(), *self.buffers())))}
+        if gradients := [each.grad for each in self.parameters() if each.grad is not None]:
+            memory["gradients"] = sum(map(_local_bytes, gradients))
+        if optimizer is not None:
+            state = (value for each in optimizer.state.values() for value in each.values())
+            memory["optimizer"] = sum(_local_bytes(value) for value in state if isinstance(value, Tensor))
+        if self._device.type == "cuda":
+            memory["peak"] = torch.cuda.max_memory_allocated()
+        return compare(self.planned, self._seen.blocks, self._seen.collectives, memory)
+
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`timeline` for https://ui.perfetto.dev, as :meth:`planner.plan.plan.Plan.save_trace` writes the
         predicted one. All ranks must call it; rank 0 writes, of the pipeline that it is in.
@@ -355,6 +444,7 @@ class ParallelModule(Fronts):
             self.mesh,
             self.device_mesh,
             self.pipeline,
+            self.planned,
             self._programs.maker,
             *self._original[0].modules(),
             *groups,
@@ -642,3 +732,9 @@ def _readable(code: str, name: str) -> str:
     code = re.sub(r"\bautopar_runtime_layers_[a-z]+_", "layers.", code)
     code = re.sub(r"\bautopar_emit_block_program_getitem\((\w+), (\d+)\)", r"\1[\2]", code)
     return readable(code, name)
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    """Bytes of this rank's part."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()

@@ -26,6 +26,7 @@ from pydantic import Field, field_validator, model_validator
 from planner.base.errors import ClusterError
 from planner.base.files import read_yaml, write_text
 from planner.base.units import FROZEN, BytesPerS, Described, Seconds, check_data
+from planner.cost.correction import Correction
 from planner.cost.kernels import Attention, Product, Stream
 from planner.ops.table import Family
 
@@ -156,6 +157,7 @@ class Calibration(Described):
         products, attention, streams, collectives: the tables; what is missing is priced by the closed forms.
         host_link_bytes_per_s: between host and device memory, where those differ.
         host_updates: how fast the host updates what is at home there.
+        corrections: by what prices are multiplied, since steps that ran were seen to take so much longer.
     """
 
     format: Literal["autopar-calibration"] = Field(examples=["autopar-calibration"])
@@ -169,6 +171,7 @@ class Calibration(Described):
     attention: Annotated[tuple[AttentionTable, ...], FROZEN] = ()
     streams: Annotated[tuple[StreamCurve, ...], FROZEN] = ()
     collectives: Annotated[tuple[CollectiveCurve, ...], FROZEN] = ()
+    corrections: Annotated[tuple[Correction, ...], FROZEN] = ()
 
     @field_validator("version", mode="before")
     @classmethod
@@ -188,6 +191,7 @@ class Calibration(Described):
             "streams": [(c.family, c.backward) for c in self.streams],
             "collectives": [(c.kind, c.size, *["beside"] * c.beside) for c in self.collectives],
             "host_updates": [(h.dtype,) for h in self.host_updates],
+            "corrections": [(each.work,) for each in self.corrections],
         }
         for name, keys in tables.items():
             twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
@@ -204,6 +208,10 @@ class Calibration(Described):
         rows |= {("attention", t.dtype, t.backward): t for t in self.attention}
         rows |= {("stream", c.family, c.backward): c for c in self.streams}
         return rows
+
+    def ratio(self, work: str) -> float:
+        """What predicted seconds of a kind of work are multiplied by."""
+        return next((each.ratio for each in self.corrections if each.work == work), 1.0)
 
     def product_s(self, product: Product, dtype: str) -> float | None:
         """Seconds of a matrix product, its start included; ``None`` if the dtype was not measured."""

@@ -218,7 +218,7 @@ class ClusterSpec(Described):
     host: Host | None = Field(default=None, examples=["{memory_bytes: 256 GB, link_bytes_per_s: 25 GB/s, ...}"])
     disk: Disk | None = Field(default=None, examples=["{memory_bytes: 3.84 TB, read_bytes_per_s: 6.5 GB/s, ...}"])
     backend: Literal["nccl", "gloo"] = Field(default="nccl", examples=["nccl"])
-    software: Software = Field(default=OWN, examples=["{compile: true, overlaps: [gathers]}"])
+    software: Software = Field(default=OWN, examples=["{compile: layers, overlaps: [gathers]}"])
     overlap: float | None = Field(default=None, ge=0, le=1, examples=["0.9"])
     expert_imbalance: Annotated[tuple[AtLeastOne, ...], FROZEN, ONE_OR_MORE] | None = Field(
         default=None, min_length=1, examples=["1.2, or [1.1, 1.2, 1.4] of 2, 4 and 8 ranks"]

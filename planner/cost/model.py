@@ -97,10 +97,11 @@ class CostModel:
         measured = self.cluster.calibration
         if measured is None or axis.size == 1 or axis.stride >= measured.ranks or not measured.measures(kind):
             return stated_s
+        ratio = measured.ratio(kind)
         if self._is_measured(axis):
-            return measured.collective_s(kind, axis.size, bytes_in, beside=beside)
+            return ratio * measured.collective_s(kind, axis.size, bytes_in, beside=beside)
         # A group that leaves what was measured costs no less than its part inside.
-        inside_s = measured.collective_s(kind, max(2, measured.ranks // axis.stride), bytes_in, beside=beside)
+        inside_s = ratio * measured.collective_s(kind, max(2, measured.ranks // axis.stride), bytes_in, beside=beside)
         return np.maximum(stated_s, inside_s) if isinstance(bytes_in, np.ndarray) else max(float(stated_s), inside_s)
 
     def _is_measured(self, axis: Axis) -> bool:
@@ -123,7 +124,9 @@ class CostModel:
         """The affine price of each algorithm for this collective; the library picks the cheapest."""
         key = (kind, axis.size, axis.stride)
         if key not in self._terms:
-            self._terms[key] = _terms_of(self.cluster, kind, axis)
+            ratio = 1.0 if self.cluster.calibration is None else self.cluster.calibration.ratio(kind)
+            terms = _terms_of(self.cluster, kind, axis)
+            self._terms[key] = tuple(Term(ratio * each.latency_s, ratio * each.seconds_per_byte) for each in terms)
         return self._terms[key]
 
     @overload
@@ -169,8 +172,9 @@ class CostModel:
             if kernel is None
             else self._measured_s(kernel, float(bytes_moved if known_by is None else known_by), dtype, launches)
         )
+        ratio = 1.0 if self.cluster.calibration is None else self.cluster.calibration.ratio("compute")
         if measured_s is not None:
-            return measured_s
+            return ratio * measured_s
         device = self.cluster.device
         work_s = flops / (device.peak(dtype) * device.matmul_efficiency)
         if isinstance(kernel, Product | Attention):
@@ -178,8 +182,8 @@ class CostModel:
         memory_s = bytes_moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
         start_s = launches * device.launch_overhead_s
         if isinstance(work_s, np.ndarray) or isinstance(memory_s, np.ndarray):
-            return np.asarray(np.maximum(work_s, memory_s) + start_s, dtype=np.float64)
-        return max(work_s, memory_s) + start_s
+            return np.asarray(ratio * (np.maximum(work_s, memory_s) + start_s), dtype=np.float64)
+        return ratio * (max(work_s, memory_s) + start_s)
 
     def least_s(self, flops: float, bytes_moved: float, dtype: str, kernel: Kernel | None) -> float:
         """Seconds of all devices together that local work takes at least, however it is cut among them; starts aside.

@@ -18,8 +18,8 @@ class Software(Described):
     """The stack that runs the steps.
 
     Attributes:
-        compile: whether each block is compiled, so that what is bound by memory runs in the kernels that inductor fuses
-            it to (:mod:`planner.ops.fusion`).
+        compile: which blocks are compiled, so that what is bound by memory runs in the kernels that inductor fuses it
+            to (:mod:`planner.ops.fusion`): ``layers``, those that repeat, or ``all``.
         overlaps: what is communicated beside products: ``gathers`` of parameters, beside the block before, as FSDP
             prefetches them; ``tensor``: what tensor parallelism with a sharded sequence gathers and scatters, piece by
             piece beside the product that needs or makes it (asynchronous tensor parallelism). Of ``n`` pieces one is
@@ -29,7 +29,7 @@ class Software(Described):
         float8: whether linear layers multiply in float8 with one scale for each tensor, found anew for each product.
     """
 
-    compile: bool = Field(default=False, examples=["true"])
+    compile: Literal["layers", "all"] | None = Field(default=None, examples=["layers"])
     overlaps: Annotated[tuple[Overlap, ...], FROZEN] = Field(default=(), examples=["[gathers, tensor]"])
     optimizer: Literal["fused", "foreach"] = Field(default="fused", examples=["foreach"])
     float8: bool = Field(default=False, examples=["true"])

@@ -57,10 +57,10 @@ def batches_within(limits: tuple[int, int]) -> Iterator[int]:
 def planned_steps(
     job: StatedJob, cluster: ClusterSpec, captured: Captured, time_limit_s: float
 ) -> Iterator[Allocation]:
-    """Step times of a job's model on parts of a cluster, one plan for each, at every batch that its limits allow.
+    """Step times of a job's model on parts of a cluster, at every batch that its limits allow.
 
-    The plan is searched for at the largest batch that fits. Other batches have its decisions; a search for each may
-    find faster ones.
+    Plans are searched for at the largest and at the smallest batch that fit. Others have the decisions of one of them;
+    a search for each may find faster ones.
 
     Args:
         captured: the model's graph and facts at a batch.
@@ -71,40 +71,52 @@ def planned_steps(
     """
     training, none = Training(job.optimizer_bytes), Pins.parse({"offload": "none"})
     batches, graph_at = [*batches_within(job.limits)], cache(captured)
-    refused: InfeasibleError | None = None
+    refused: list[InfeasibleError] = []
+
+    def planned(part: ClusterSpec, batch: int) -> Plan | None:
+        graph, facts = graph_at(batch)
+        try:
+            found = Request(graph, part, none, training, time_limit_s=time_limit_s, gap=PROVED).search()
+        except InfeasibleError as error:
+            refused.append(error)
+            return None
+        return describe_search(found, facts, none.to_dict(), {}, MAX_AXES, time_limit_s)
+
     fits = False
     for devices in sizes_of(cluster):
-        part = part_of(cluster, devices)
-        for batch in batches:
-            graph, facts = graph_at(batch)
-            try:
-                found = Request(graph, part, none, training, time_limit_s=time_limit_s, gap=PROVED).search()
-            except InfeasibleError as error:
-                refused = error
-                continue
-            plan, fits = describe_search(found, facts, none.to_dict(), {}, MAX_AXES, time_limit_s), True
-            yield Allocation(devices, batch, plan.predicted.step_time_s)
-            yield from _at_other_batches(plan, batch, batches)
-            break
-    if not fits and refused is not None:
-        short = f", {in_bytes(refused.excess_bytes)} more than a device has" if refused.excess_bytes > 0 else ""
+        part, searched = part_of(cluster, devices), set[int]()
+        for order in (batches, batches[::-1]):
+            for batch in order:
+                if batch in searched:
+                    break
+                searched.add(batch)
+                if (plan := planned(part, batch)) is not None:
+                    fits = True
+                    yield Allocation(devices, batch, plan.predicted.step_time_s)
+                    yield from _at_other_batches(plan, batch, batches)
+                    break
+    if not fits:
+        error = refused[-1]
+        short = f", {in_bytes(error.excess_bytes)} more than a device has" if error.excess_bytes > 0 else ""
         raise InfeasibleError(
             f"job {job.name!r} fits on no part of {cluster.name!r}, not even with batch {batches[-1]} on all "
-            f"{cluster.world_size} devices{short}: {refused}",
-            refused.excess_bytes,
+            f"{cluster.world_size} devices{short}: {error}",
+            error.excess_bytes,
         )
 
 
 def _at_other_batches(plan: Plan, planned: int, batches: Iterable[int]) -> Iterator[Allocation]:
+    """With as many micro-batches, and with micro-batches as large."""
+    count = int(plan.mesh.micro_batches)
     for batch in batches:
-        if batch == planned:
-            continue
-        try:
-            step = plan.at(batch=batch)
-        except PlanError:
-            continue  # the plan's ranks do not divide it
-        if step.peak_bytes <= plan.cluster.device.usable_bytes:
-            yield Allocation(plan.cluster.world_size, batch, step.step_time_s)
+        as_large = {count * batch // planned} if count > 1 and count * batch % planned == 0 else set()
+        for micro_batches in {None, *as_large} if batch != planned else ():
+            try:
+                step = plan.at(batch=batch, micro_batches=micro_batches)
+            except PlanError:
+                continue  # what is cut evenly is not, or the step becomes one without micro-batches
+            if step.peak_bytes <= plan.cluster.device.usable_bytes:
+                yield Allocation(plan.cluster.world_size, batch, step.step_time_s)
 
 
 def fleet_jobs(

@@ -1,9 +1,11 @@
 """Evolutionary search for the allocations of a fleet's jobs, which goes on whenever a job arrives or ends.
 
 An individual gives every active job one of its allocations, or none. Its fitness is what all jobs wait and run from now
-on: exactly until the first of them ends, and then as a bound says of what is left (:mod:`planner.fleet.bound`). The
-population lives on from one event to the next, as that of ONES does (Bian et al. 2021); its individuals there are
-devices by job, with batches, and its fitness is another.
+on: exactly until the first of them ends. What is left then begins when all that is shorter is worked off by all
+devices, where it is most efficient, and runs as fast as it can.
+
+The population lives on from one event to the next, as that of ONES does (Bian et al. 2021), whose genes and fitness are
+others.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from planner.fleet.job import Allocation
 from planner.fleet.rules import first_come_first_served, greedy_elastic, shortest_remaining_first
 from planner.fleet.simulate import ActiveJob
 
-POPULATION, GENERATIONS = 48, 30
+POPULATION, GENERATIONS = 48, 20
+NEVER_S = 1e30
+"""An individual in which nobody runs waits so long."""
 MUTATED = 0.15
 """Probability that a job of a child has another allocation than its parents."""
 
@@ -150,10 +154,9 @@ class _Situation:
         rate, bill_s = self.rate[jobs, genes], self.bill_s[jobs, genes]
         with np.errstate(divide="ignore"):
             ends_s = np.where(rate > 0, bill_s + self.samples / rate, np.inf)
-        first_s = ends_s.min(axis=1, keepdims=True)
-        first_s = np.where(np.isfinite(first_s), first_s, 1e30)
+        first_s = np.minimum(ends_s.min(axis=1, keepdims=True), NEVER_S)
         left = np.maximum(0.0, self.samples - rate * np.maximum(0.0, first_s - bill_s))
         left = np.where(ends_s <= first_s, 0.0, left)
         work_s = np.sort(left * self.least_device_s, axis=1) / self.world_size
-        rest_s = np.maximum(np.cumsum(work_s, axis=1), np.sort(left / self.fastest, axis=1)) * (work_s > 0)
-        return np.asarray(len(jobs) * first_s[:, 0] + rest_s.sum(axis=1))
+        starts_s = (np.cumsum(work_s, axis=1) - work_s) * (work_s > 0)
+        return np.asarray(len(jobs) * first_s[:, 0] + starts_s.sum(axis=1) + (left / self.fastest).sum(axis=1))

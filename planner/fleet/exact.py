@@ -21,7 +21,7 @@ from planner.fleet.migration import migration_s
 from planner.fleet.schedule import FleetSchedule
 from planner.fleet.simulate import ActiveJob
 
-TICKS = 10**6
+TICKS = 2 * 10**5
 """Into so many the time is cut in which any schedule worth having ends."""
 WORK = 10**5
 """Samples are counted in so many parts of what a job's fastest allocation does in a tick."""
@@ -221,6 +221,7 @@ class FleetProgram:
         solver = cp_model.CpSolver()
         solver.parameters.catch_sigint_signal = False  # it would leave Ctrl-C to kill the process afterwards
         solver.parameters.num_workers = 1
+        solver.parameters.interleave_search = True  # of all its strategies, in turn
         solver.parameters.random_seed = 0
         solver.parameters.max_deterministic_time = time_limit_s  # counts work: answers do not depend on the machine
         solver.parameters.max_time_in_seconds = LATE * time_limit_s

@@ -19,7 +19,7 @@ from planner.fleet.rules import RULES
 from planner.fleet.schedule import FleetSchedule
 from planner.fleet.simulate import simulate
 
-EXACT = 150
+EXACT = 300
 """So many triples of a job, an allocation and a phase are solved for together."""
 STARTS = 3
 """Evolutionary searches, of which the best is taken."""

@@ -5,6 +5,7 @@ Each fact is found once, from the first instance of a kind of block, and holds f
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
@@ -76,6 +77,16 @@ class BlockFacts:
     def block_of(self, node: Node) -> Block:
         """The block in which an operator is."""
         return self.folded.instances[self.seat[node.name][0]].block
+
+    def repeats(self, node: Node) -> bool:
+        """Whether the block in which an operator is is one of several layers, of a path that differs in numbers alone,
+        and so whether the graph is folded or not.
+        """
+        return self._layers[_layer(self.block_of(node))] > 1
+
+    @cached_property
+    def _layers(self) -> Counter[tuple[str, int]]:
+        return Counter(_layer(instance.block) for instance in self.folded.instances)
 
     @cached_property
     def seat(self) -> dict[str, tuple[int, int]]:
@@ -176,3 +187,8 @@ class BlockFacts:
                 rest = tuple(place for place in places if place not in made) if made else places
                 found.setdefault(("op", kind, at), Counter())[rest] += times
         self._charged[recompute], self._as_made[recompute] = found, as_made
+
+
+def _layer(block: Block) -> tuple[str, int]:
+    """The same for layers that are alike: their path without numbers, and how many operators they have."""
+    return re.sub(r"\d+", "*", block.path), len(block.span)

@@ -274,9 +274,9 @@ class LocalCosts:
 
     def traffic(self, node: Node) -> MemoryTraffic:
         """What an operator passes over in memory."""
-        cluster = self.cost.cluster
-        compiled = self.training.compiles(cluster)
-        return self.decision_graph.blocks.traffic(node, on_cpu=cluster.on_cpu, compiled=compiled)
+        blocks, cluster = self.decision_graph.blocks, self.cost.cluster
+        compiled = self.training.compiles(cluster, blocks.repeats(node))
+        return blocks.traffic(node, on_cpu=cluster.on_cpu, compiled=compiled)
 
     def _seconds_of(self, node: Node, choices: Choices, held: Ints) -> Floats:
         """Seconds of one operator on one rank, as :class:`Work` has them, for each of some choices.

@@ -143,7 +143,8 @@ class ReshardingTables:
         The shares are equal in what a call takes however small it is, and by bytes in the rest. Of a cluster that was
         not measured each pays for a call of its own: what a call there is stated to take is the wire's part alone.
         """
-        if self.cost.cluster.calibration is None:
+        measured = self.cost.cluster.calibration
+        if measured is None or not measured.collectives:
             return NOT_GATHERED
         return self.decision_graph.together.get(self.variables.variable_of[ref.node], NOT_GATHERED)
 

@@ -42,9 +42,13 @@ class Training:
     discards: tuple[str, ...] | None = None
     compile: bool = False
 
-    def compiles(self, cluster: ClusterSpec) -> bool:
-        """Whether blocks are compiled, by this plan or by the software that runs it."""
-        return self.compile or cluster.software.compile
+    def compiles(self, cluster: ClusterSpec, repeats: bool) -> bool:
+        """Whether a block is compiled, by this plan or by the software that runs it.
+
+        Args:
+            repeats: whether it has several instances.
+        """
+        return self.compile or cluster.software.compile == "all" or (cluster.software.compile == "layers" and repeats)
 
     @property
     def on_disk(self) -> bool:

@@ -44,7 +44,7 @@ def _elements(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...], pl
     return tuple(found)
 
 
-class Parts:
+class DisjointParts:
     """Parts of a tensor that have nothing in common, to be found by what they have in common with others.
 
     They are those of a layout: every combination of what it leaves of each dim.

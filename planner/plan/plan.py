@@ -55,6 +55,7 @@ from planner.solve.problem import evaluate
 from planner.solve.transfers import TransferSchedule
 
 if TYPE_CHECKING:
+    from planner.analysis.whole_parameters import WholeParameterBill
     from planner.cost.cluster import ClusterSpec
     from planner.plan.export.export import Export
     from planner.plan.pareto import ParetoCurve
@@ -266,6 +267,17 @@ class Plan(Document):
         from planner.plan.export.export import export
 
         return export(self, to, time_limit_s=time_limit_s)
+
+    def whole_parameters(self) -> WholeParameterBill:
+        """What an optimizer that goes by whole parameters takes beside an elementwise one: seconds, bytes and state.
+
+        Raises:
+            PlanError: the plan was read from a file whose details of parameters were taken out; or it keeps parameters
+                beside the device, where none are stepped whole.
+        """
+        from planner.plan.report.whole_parameters import bill_of
+
+        return bill_of(self)
 
     # ---- against memory --------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 Every price is that of the cost model in closed form: a roofline for every operator, the cheapest algorithm for every
 collective. What that leaves out are the tiles and waves of products and attention on GPUs, the pieces of attention with
-sliding windows, and what was measured (a calibration). All else, from the routes of values to the chain of a pipeline,
+sliding windows, what was measured (a calibration), and what other software overlaps and casts to float8. All else, from
+the routes of values to the chain of a pipeline,
 is :class:`planner.formulation.search_space.Space`'s.
 """
 
@@ -95,7 +96,8 @@ class ClosedSpace(Space):
             rate = device.peak(node.results[0].dtype if node.results else "float32") * share
             heavier = float(self.heavier(node)) if is_backward else 1.0
             arithmetic_s = growing(0.0, heavier / rate, flops) / self._sharing(choice) * self.load(node, choice)
-            starts_s = device.launch_overhead_s * any(often) * turns
+            kernels = any(often) if traffic.fused is None else traffic.fused[is_backward]
+            starts_s = device.launch_overhead_s * kernels * turns
             found.append(largest((arithmetic_s, memory_s(often))) + starts_s + is_backward * besides_s)
         found = [each + between_s for each, between_s in zip(found, self.between_s(node, choice), strict=True)]
         return found[0], found[1] if any(tensor.grad for tensor in node.results) else 0.0

@@ -70,7 +70,7 @@ def step_by(module: nn.Module, optimizer: Any, steps: range) -> None:
     """Steps by given gradients, of which each rank has its parts."""
     for step in steps:
         for name, parameter in module.named_parameters():
-            grad: Tensor = gradient_of(name, parameter.shape, step)
+            grad: Tensor = gradient_of(name, parameter.shape, step).to(parameter.grad_dtype)
             if isinstance(module, ParallelModule):
                 assert isinstance(parameter, DTensor)
                 part = part_of(grad, module.stored[name].layout, module.mesh, module.rank)

@@ -146,7 +146,9 @@ def goes_on(name: str, document: Mapping[str, Any] | None, path: str, labels: li
 
 
 def masters_step_whole(name: str, document: Mapping[str, Any]) -> None:
-    """Masters of bfloat16 parameters, stepped whole: bit for bit those of one device, also after a round trip."""
+    """Masters of bfloat16 parameters, stepped whole: bit for bit those of one device, also after a round trip, and by
+    gradients in float32.
+    """
     model, low = model_of(name, dtype=LOW), model_of(name, dtype=LOW)
     pmodel = parallel(low, document, batch_of(name, dtype=LOW))
     plain = with_masters(torch.optim.Adafactor, torch.float32, None)(model.parameters(), lr=1e-2)
@@ -155,6 +157,8 @@ def masters_step_whole(name: str, document: Mapping[str, Any]) -> None:
         step_by(model, plain, steps)
         step_by(pmodel, optimizer, steps)
         optimizer.load_state_dict(optimizer.state_dict())
+        pmodel.zero_grad()
+        pmodel.accumulate_gradients_in(torch.float32)
     assert any(each.is_mine for each in optimizer.cut)
     step_by(model, plain, range(4, 5))
     step_by(pmodel, optimizer, range(4, 5))

@@ -137,7 +137,9 @@ def _owned(
 
 
 def expect_state(optimizer: torch.optim.Optimizer, planned: int) -> None:
-    """Warn after the first step if the state takes more bytes per element of the parameters than were planned."""
+    """Warn after the first step if the state takes more bytes per element of the parameters than were planned; with it
+    count the bytes by which a gradient in a wider dtype exceeds its parameter.
+    """
     looked = False
 
     def look(stepped: torch.optim.Optimizer, *_: Any) -> None:
@@ -150,6 +152,7 @@ def expect_state(optimizer: torch.optim.Optimizer, planned: int) -> None:
             values = [local(value) for value in state.values() if isinstance(value, Tensor)]
             elements += held
             found += sum(value.nbytes for value in values if value.numel() == held)
+            found += 0 if parameter.grad is None else local(parameter.grad).nbytes - local(parameter).nbytes
         looked = elements > 0
         if found > planned * elements:
             needed = math.ceil(found / elements)

@@ -180,8 +180,8 @@ def with_owners(make: type[Any], cut: Sequence[Owned]) -> type[Any]:
 
 def _alias(parameter: Tensor) -> Tensor:
     """What this rank holds, which is all of it, with its gradient."""
-    alias = local(parameter).detach()
-    alias.grad = local(parameter.grad)
+    alias, gradient = local(parameter).detach(), local(parameter.grad)
+    alias.grad_dtype, alias.grad = gradient.dtype, gradient
     return alias
 
 
@@ -189,20 +189,28 @@ def _gathered(cut: Sequence[Owned]) -> dict[Tensor, Tensor]:
     """The parameters that this rank owns, whole, with their gradients."""
     found: dict[Tensor, Tensor] = {}
     for alike in _sent_together(cut):
-        mine = [each for each in alike if each.is_mine]
-        parts = [local(tensor) for each in mine for tensor in (each.parameter, each.parameter.grad)]
-        received = _exchanged(
-            alike[0].holders,
-            [
-                [local(t) for each in alike if each.owner == place for t in (each.parameter, each.parameter.grad)]
-                for place in range(len(alike[0].members))
-            ],
-            [parts] * len(alike[0].members),
-        )
-        tensors = zip(*received, strict=True)
-        for each in mine:
-            found[each.parameter] = whole = each.joined(next(tensors))
-            whole.grad = each.joined(next(tensors))
+        values = {each: local(each.parameter) for each in alike}
+        gradients = {each: local(each.parameter.grad) for each in alike}
+        first = alike[0]
+        at_once = values[first].dtype == gradients[first].dtype
+        sent = [[values, gradients]] if at_once else [[values], [gradients]]
+        wholes, of_gradients = itertools.chain.from_iterable(_at_owners(alike, tensors) for tensors in sent)
+        for each, whole in wholes.items():
+            found[each.parameter] = whole
+            whole.grad_dtype, whole.grad = gradients[each].dtype, of_gradients[each]
+    return found
+
+
+def _at_owners(alike: Sequence[Owned], tensors: Sequence[Mapping[Owned, Tensor]]) -> list[dict[Owned, Tensor]]:
+    """Tensors that lie as parameters, whole, of what this rank owns; they are of one dtype, and sent at once."""
+    places = range(len(alike[0].members))
+    sent = [[of[each] for each in alike if each.owner == place for of in tensors] for place in places]
+    received = _exchanged(alike[0].holders, sent, [sent[alike[0].place]] * len(places))
+    parts = zip(*received, strict=True)
+    found: list[dict[Owned, Tensor]] = [{} for _ in tensors]
+    for each in (each for each in alike if each.is_mine):
+        for whole in found:
+            whole[each] = each.joined(next(parts))
     return found
 
 
@@ -223,10 +231,10 @@ def _sent_back(cut: Sequence[Owned], wholes: Mapping[Tensor, Tensor]) -> None:
 
 
 def _sent_together(cut: Sequence[Owned]) -> list[list[Owned]]:
-    """Parameters of one dtype that the same ranks hold."""
+    """Parameters that the same ranks hold, of one dtype, and of one dtype of gradients."""
     found: dict[object, list[Owned]] = {}
     for each in cut:
-        found.setdefault((each.members, each.parameter.dtype), []).append(each)
+        found.setdefault((each.members, each.parameter.dtype, local(each.parameter.grad).dtype), []).append(each)
     return [*found.values()]
 
 
@@ -250,7 +258,7 @@ def _exchanged(
 
 
 @dataclass(frozen=True)
-class _Announced:
+class _StateForm:
     """What is known of a tensor before it comes."""
 
     shape: tuple[int, ...]
@@ -263,14 +271,14 @@ def _laid_out(each: Owned, state: Mapping[str, Any]) -> dict[str, Any]:
     source = dist.get_global_rank(each.holders, each.owner)
     sent: list[Any] = [
         {
-            key: _Announced(tuple(value.shape), value.dtype, value.device.type) if isinstance(value, Tensor) else value
+            key: _StateForm(tuple(value.shape), value.dtype, value.device.type) if isinstance(value, Tensor) else value
             for key, value in state.items()
         }
     ]
     dist.broadcast_object_list(sent, source, each.holders, each.device)
     found: dict[str, Any] = {}
     for key, form in sent[0].items():
-        if not isinstance(form, _Announced):
+        if not isinstance(form, _StateForm):
             found[key] = form
             continue
         whole = torch.empty(form.shape, dtype=form.dtype, device=each.device)

@@ -37,8 +37,14 @@ class UsedParameters:
         for number, stage in self._spec.stages.items():
             stored = tuple(self.local[name] for name in stage.parameters)
             self.made[number] = stored if stage.gather is None else stage.gather(*stored)
-            self.used[number] = tuple(t.detach().requires_grad_(t.requires_grad) for t in self.made[number])
+            self.used[number] = tuple(map(self._apart, self.made[number]))
             self.counts[number] = self._counted(stage)
+
+    def _apart(self, made: Tensor) -> Tensor:
+        used = made.detach().requires_grad_(made.requires_grad)
+        if used.requires_grad and self._spec.state.gradient_dtype is not None:
+            used.grad_dtype = self._spec.state.gradient_dtype
+        return used
 
     def leaves(self, stage: Stage, micro_batch: int) -> list[Tensor]:
         """What a stage takes of the leaves for a micro-batch, parameters aside."""
@@ -59,7 +65,7 @@ class UsedParameters:
         return tuple(torch.stack(each).sum(0) for each in zip(*found, strict=True))
 
     def reduce(self) -> None:
-        """From the gradients of used parameters to those of stored ones."""
+        """From the gradients of used parameters to those of stored ones, which are in the dtypes of parameters."""
         stored = {id(leaf) for leaf in self.local.values()}
         starts, gradients = [], []
         for number in self._spec.stages:
@@ -67,6 +73,7 @@ class UsedParameters:
                 gradient, used.grad = used.grad, None
                 if gradient is None:
                     continue
+                gradient = gradient.to(made.dtype)
                 if id(made) in stored:  # used as it is stored
                     made.grad = gradient if made.grad is None else made.grad.add_(gradient)
                 else:

@@ -17,6 +17,7 @@ from planner.analysis.prediction import Prediction
 from planner.base.errors import PlanError
 from planner.base.formatting import in_bytes
 from planner.cost.cluster import ClusterSpec
+from planner.cost.correction import interval_s
 from planner.formulation.assignment import Assignment
 from planner.formulation.certificate import Certificate, certify, of_part
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
@@ -33,6 +34,7 @@ from planner.plan.timeline import StepTimeline, predicted, whole_step
 from planner.plan.timeline.rank_memory import RankMemory
 from planner.plan.timeline.transfer_memory import memory_of_transfers
 from planner.plan.timeline.transfer_step import transfer_step
+from planner.plan.timeline.whole_step import BlockSeconds
 from planner.search.parallel_config import ParallelConfig
 from planner.solve.pipeline.schedule import schedule
 from planner.solve.pipeline.simulate import simulate
@@ -257,6 +259,30 @@ class Document:
         return found.step_time_s - found.time_s["offload"] - found.time_s["optimizer"] + waits_s
 
     @property
+    def interval_s(self) -> tuple[float, float] | None:
+        """Between which seconds nine steps of ten are predicted to lie; ``None``: no step was observed to say it.
+
+        See :meth:`autopar.runtime.module.ParallelModule.compare`.
+        """
+        measured = self.cluster.calibration
+        return None if measured is None else interval_s(self.predicted.time_s, measured.corrections)
+
+    @property
+    def block_seconds(self) -> list[BlockSeconds]:
+        """What every instance of a block takes, forward and backward, of a step without micro-batches.
+
+        Raises:
+            PlanError: it was read from a file without details.
+        """
+        if not self.account.blocks:
+            raise PlanError(
+                f"this plan was read from a file that does not say what its operators take: price it with {EVALUATE}, "
+                "and ask the plan that returns"
+            )
+        blocks = [BlockOccurrence(block.name, block.at, block.recompute, block.keeps) for block in self.blocks]
+        return block_seconds(blocks, self.account, self.parameters, self.predicted.time_s)
+
+    @property
     def times(self) -> MicroBatchTimes | None:
         """What each stage takes; ``None``: the plan does not say, or says it of other stages than it has since."""
         times, pipeline = self.predicted.micro_batch_times, self.pipeline
@@ -289,14 +315,7 @@ class Document:
     def _whole_step(self, fullest: str) -> StepTimeline:
         if self.transfer_schedule is not None and not self.cluster.on_cpu:  # where data moves beside computing
             return transfer_step(self.transfer_schedule, fullest)
-        if not self.account.blocks:
-            raise PlanError(
-                f"this plan was read from a file that does not say what its operators take: price it with {EVALUATE}, "
-                "and ask the plan that returns"
-            )
-        blocks = [BlockOccurrence(block.name, block.at, block.recompute, block.keeps) for block in self.blocks]
-        time_s = self.predicted.time_s
-        return whole_step(block_seconds(blocks, self.account, self.parameters, time_s), time_s, fullest)
+        return whole_step(self.block_seconds, self.predicted.time_s, fullest)
 
     @property
     def memory_over_step(self) -> tuple[RankMemory, ...]:

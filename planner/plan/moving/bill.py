@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import in_bytes, in_seconds
 from planner.cost.cluster import ClusterSpec
-from planner.ir.elements import Elements, Parts, count, elements_of
+from planner.ir.elements import DisjointParts, Elements, count, elements_of
 from planner.ir.graph import ITEM_BYTES, Ref
 from planner.ir.layout import Layout, Mesh, over_micro_batches
 from planner.plan.document.document import WITHOUT_GRAPH
@@ -161,7 +161,7 @@ def moving_bill(old: Plan, new: Plan, was: Sequence[int | None] | None = None) -
                 holders[elements].append(now[rank])
         for held_by in holders.values():
             held_by.sort()
-        parts = Parts(holders)
+        parts = DisjointParts(holders)
         for rank, elements in wanted.by_rank():
             for part, common in parts.overlapping(elements):
                 if not holders[part]:

@@ -75,7 +75,15 @@ def line(document: Document) -> str:
         status = f"{status} {document.qualified}".rstrip()
     return (
         f"{document.model['class']} on {document.cluster.name}: mesh {sizes_text(document.sizes)}, "
-        f"step {in_seconds(predicted.step_time_s)}, peak {in_bytes(predicted.peak_bytes)}, {status}"
+        f"step {_step(document)}, peak {in_bytes(predicted.peak_bytes)}, {status}"
+    )
+
+
+def _step(document: Document) -> str:
+    """``"181.7 ms (170.2 ms to 195.0 ms)"``: with the interval in which it is expected, where steps were observed."""
+    found = document.interval_s
+    return in_seconds(document.predicted.step_time_s) + (
+        "" if found is None else f" ({in_seconds(found[0])} to {in_seconds(found[1])})"
     )
 
 
@@ -103,7 +111,7 @@ def _head(document: Document) -> str:
         *([("tables", in_paragraph(placed(document.tables, document)))] if document.tables is not None else []),
         *([("without", in_paragraph(document.search.left_out))] if document.search.left_out else []),
         *([("dtypes", in_paragraph(said))] if (said := dtypes(document)) else []),
-        ("step", in_seconds(predicted.step_time_s)),
+        ("step", _step(document)),
         ("", in_shares(predicted.time_s, predicted.step_time_s, in_seconds)),
         (
             "memory",

@@ -36,7 +36,7 @@ def test_models_are_planned_on_every_part_and_scheduled(tmp_path: Path) -> None:
         f"  - {{name: planned, samples: 1e6, batch: [16, 64], model: '{tmp_path}/fleet_model.py:model'}}\n"
         "  - {name: stated, samples: 1e3, restart_s: 0, steps: [{devices: 1, batch: 8, step_s: 100 ms}]}\n"
     )
-    code, text = fleet(tmp_path, jobs, "--svg", str(tmp_path / "fleet.svg"))
+    code, text = fleet(tmp_path, jobs, "--time-limit", "5", "--svg", str(tmp_path / "fleet.svg"))
     assert code == 0, text
     assert "2 jobs on local, 2 x cpu" in text and "none is shorter" in text
     assert "batch 64" in text and "stated: ends 12.50 s after its arrival" in text

@@ -61,6 +61,14 @@ def test_one_sequence_on_one_device_has_a_plan() -> None:
     assert plan.search.status == "optimal"
 
 
+def test_a_plan_with_compiled_blocks_is_priced_with_them_and_again_from_its_file() -> None:
+    pin = {"tensor": 4, "compile": True}
+    plan = autopar.plan(Model(), cluster(), example_kwargs=example(), pin=pin)
+    assert plan.predicted.time_s["compute"] < planned().predicted.time_s["compute"]
+    priced = autopar.evaluate(Model(), Plan.from_dict(reread(plan)), example_kwargs=example())
+    assert priced.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s)
+
+
 def test_a_plan_is_applied_from_its_file(tmp_path: Path) -> None:
     planned().save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")

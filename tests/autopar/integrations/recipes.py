@@ -273,6 +273,8 @@ def refused(folder: str) -> dict[str, str]:
     pmodel = autopar.parallelize(model, autopar.ClusterSpec.local(1), example_kwargs=batch)
     accelerator, args = ParallelAccelerator(), TrainingArguments("run", save_only_model=True)
     trainer = ParallelTrainer(pmodel, args, train_dataset=dataset)
+    compiling = TrainingArguments("run")
+    compiling.torch_compile = True  # as an argument it would be one of the environment, too
     layerwise = (torch.optim.SGD, {"optimizer_dict": {}})
     Path("run/theirs").mkdir(parents=True)
     Path("run/theirs/optimizer.pt").touch()
@@ -293,6 +295,7 @@ def refused(folder: str) -> dict[str, str]:
         "original": lambda: ParallelTrainer(model, args),
         "loss": lambda: ParallelTrainer(pmodel, args, compute_loss_func=print),
         "recomputed": lambda: ParallelTrainer(pmodel, TrainingArguments("run", activation_checkpointing=True)),
+        "compiled": lambda: ParallelTrainer(pmodel, compiling),
         "optimizer": lambda: ParallelTrainer(pmodel, args, optimizer_cls_and_kwargs=layerwise).create_optimizer(),
         "whole state": lambda: trainer._load_optimizer_and_scheduler("run/theirs"),
         "adapters": lambda: ParallelSFTTrainer(pmodel, SFTConfig("run", bf16=False), peft_config=object()),

@@ -28,6 +28,7 @@ REFUSED = {
     "original": r"the model is a LlamaForCausalLM: give what autopar.parallelize",
     "loss": r"compute_loss_func is decided by the plan .* loss_fn",
     "recomputed": r"activation_checkpointing is decided by the plan .* pin 'recompute'",
+    "compiled": r"torch_compile is decided by the plan .* autopar.parallelize\(\.\.\., compile=True\)",
     "optimizer": r"SGD is made with optimizer_dict of a whole model",
     "whole state": r"delete its optimizer.pt to go on from the weights alone",
     "adapters": r"peft_config .* before autopar.parallelize",

@@ -518,3 +518,52 @@ def test_parallelize_plans_with_them(alone: None) -> None:
         autopar.parallelize(model, small, optimizer_bytes_per_element=12, **given)
     with pytest.raises(InputError, match=r"optimizer_bytes_per_element is 1\.5; give bytes, at least 0"):
         autopar.parallelize(model, small, optimizer_bytes_per_element=1.5, **given)
+
+
+# ---- gradients of many micro-batches ---------------------------------------------------------------------------------
+
+
+class Narrow(nn.Module):
+    """Weights and biases, each used once, so that terms of a micro-batch are not summed in either order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))).square().mean()
+
+
+def test_gradients_of_micro_batches_add_up_in_a_wider_dtype(alone: None) -> None:
+    """Of 16 micro-batches: rounded once, to the bit, where the narrow sum is rounded 15 times; and over two calls."""
+    torch.manual_seed(0)
+    model, x = Narrow().to(LOW), torch.randn(64, 8).to(LOW)
+    cluster = ClusterSpec.local(1, memory_bytes="1 GiB", cores=2, host_memory_bytes="1 GiB")
+    pin = {"pipeline": 1, "micro_batches": 16}
+    pmodel = autopar.parallelize(
+        copy.deepcopy(model), cluster, example_kwargs={"x": x}, pin=pin, optimizer_bytes_per_element=12
+    )
+    each = [torch.autograd.grad(model(part) / 16, [*model.parameters()]) for part in x.chunk(16)]
+    narrow = [sum(terms[1:], terms[0]) for terms in zip(*each, strict=True)]
+    wide = [sum(term.float() for term in terms) for terms in zip(*each, strict=True)]
+    assert any(not torch.equal(one, other.to(LOW)) for one, other in zip(narrow, wide, strict=True))  # type: ignore[union-attr]
+    pmodel(x=x).backward()
+    for parameter, expected in zip(pmodel.parameters(), narrow, strict=True):
+        assert parameter.grad is not None and torch.equal(local(parameter.grad), expected)
+    with pytest.raises(InputError, match=r"up.weight has one in torch.bfloat16: call this before the first backward"):
+        pmodel.accumulate_gradients_in(torch.float32)
+    pmodel.zero_grad()
+    pmodel.accumulate_gradients_in(torch.float32)
+    for count in (1.0, 2.0):
+        pmodel(x=x).backward()
+        for parameter, total in zip(pmodel.parameters(), wide, strict=True):
+            assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+            assert torch.equal(local(parameter.grad), total.to(LOW).float() * count)
+    optimizer = pmodel.optimizer(torch.optim.AdamW, master_dtype=torch.float32)
+    assert nn.utils.clip_grad_norm_(pmodel.parameters(), 1.0).dtype == torch.float32
+    with pytest.warns(UserWarning, match=r"takes 14 bytes per element .* counts 12: .*optimizer_bytes_per_element=14"):
+        optimizer.step()
+    with pytest.raises(
+        InputError, match=r"added up in torch.float16, which does not hold those of up.weight in torch.b"
+    ):
+        pmodel.accumulate_gradients_in(torch.float16)

@@ -445,8 +445,8 @@ def test_software_is_stated_by_name() -> None:
     """What is left out is autopar's own, and a cluster without it is written as before."""
     plain = ClusterSpec.from_dict(written())
     assert plain.software == Software() and "software" not in plain.to_dict()
-    spec = ClusterSpec.from_dict({**written(), "software": {"compile": True, "overlaps": ["gathers", "tensor"]}})
+    spec = ClusterSpec.from_dict({**written(), "software": {"compile": "layers", "overlaps": ["gathers", "tensor"]}})
     assert ClusterSpec.from_dict(spec.to_dict()) == spec
-    assert "software compile true, overlaps gathers and tensor" in spec.describe()
+    assert "software compile layers, overlaps gathers and tensor" in spec.describe()
     with pytest.raises(ClusterError, match=r"software.overlaps.*'gathers' or 'tensor'"):
         ClusterSpec.from_dict({**written(), "software": {"overlaps": ["everything"]}})

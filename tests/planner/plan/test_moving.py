@@ -15,7 +15,7 @@ import pytest
 
 from planner.base.errors import InputError, PlanError
 from planner.cost.cluster import ClusterSpec
-from planner.ir.elements import Parts, count, elements_of
+from planner.ir.elements import DisjointParts, count, elements_of
 from planner.ir.graph import Ref
 from planner.ir.layout import Layout, Mesh, Shard, local_shape, over_micro_batches, parse_layout
 from planner.plan.further_stages import homes
@@ -63,7 +63,7 @@ def test_elements_are_those_that_a_layout_leaves(text: str) -> None:
     other = [elements_of(shape, parse_layout("S(1) S(0)", 2), mesh, rank) for rank in range(6)]
     others = [counted(shape, parse_layout("S(1) S(0)", 2), mesh, rank) for rank in range(6)]
     for wanted, numbers in zip((*parts, *other), (*sets, *others), strict=True):
-        found = dict(Parts(parts).overlapping(wanted))
+        found = dict(DisjointParts(parts).overlapping(wanted))
         assert found == {part: len(held & numbers) for part, held in zip(parts, sets, strict=True) if held & numbers}
 
 

@@ -1,0 +1,148 @@
+"""Observes steps: when blocks run forward and backward, and what collectives take, beside what the plan predicts.
+
+A block's program is one module that each of its instances calls, in order. Its backward begins when the gradient of its
+result has arrived, and ends where that of the block before begins. What runs beside (gradients that are reduced) is not
+waited for. Every second step is left to torch's profiler, which knows collectives, and slows down what is between.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.profiler import ProfilerActivity, profile
+
+WORDS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "send": "send",
+}
+"""What names of calls (``gloo:all_reduce``) and kernels (``ncclDevKernel_AllReduce_Sum_f32_RING_LL``) begin with."""
+Moment = Any
+"""Seconds of the host's clock, or an event of the GPU's stream."""
+
+
+@dataclass
+class Seen:
+    """Seconds of every observed step.
+
+    Attributes:
+        blocks: by number of the instance and phase.
+        collectives: of all calls of a kind in a step.
+    """
+
+    blocks: dict[tuple[int, str], list[float]] = field(default_factory=dict)
+    collectives: dict[str, list[float]] = field(default_factory=dict)
+
+
+class StepObserver:
+    """Observes the steps that a program runs from :meth:`start` to :meth:`stop`.
+
+    Args:
+        program: of a step in one piece.
+        blocks: the programs of blocks that it calls.
+        device: where it runs.
+    """
+
+    def __init__(self, program: GraphModule, blocks: Sequence[GraphModule], device: torch.device):
+        self.program, self.blocks, self.device, self.seen = program, blocks, device, Seen()
+        self._now: Callable[[], Moment] = _on_stream if device.type == "cuda" else time.perf_counter
+        self._hooks: list[Any] = []
+        self._steps = 0
+        self._number = 0
+        self._forward: list[tuple[Moment, Moment]] = []
+        self._backward: dict[int, Moment] = {}
+        self._profiler: Any = None
+
+    def start(self) -> None:
+        """From the next step on."""
+        self._hooks = [self.program.register_forward_pre_hook(self._begin_step)]
+        for block in self.blocks:
+            self._hooks.append(block.register_forward_pre_hook(self._begin))
+            self._hooks.append(block.register_forward_hook(self._end))
+
+    def stop(self) -> Seen:
+        """The last step is over."""
+        self._end_step()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        return self.seen
+
+    def _begin_step(self, module: Any, args: Any) -> None:
+        self._end_step()
+        self._number, self._forward, self._backward = 0, [], {}
+        self._steps += 1
+        if self._steps % 2 == 0 and dist.is_initialized() and dist.get_world_size() > 1:
+            activities = [ProfilerActivity.CPU]
+            if self.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = profile(activities=activities)
+            self._profiler.start()
+
+    def _end_step(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+            for kind, seconds in _collectives(self._profiler.events(), self.device.type == "cuda").items():
+                self.seen.collectives.setdefault(kind, []).append(seconds)
+            self._profiler = None
+            return
+        if self._steps == 0:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for number, moments in enumerate(self._forward):
+            self.seen.blocks.setdefault((number, "forward"), []).append(_between_s(*moments))
+        for number, begun in self._backward.items():
+            if number - 1 in self._backward:
+                seconds = _between_s(begun, self._backward[number - 1])
+                self.seen.blocks.setdefault((number, "backward"), []).append(seconds)
+
+    def _begin(self, module: Any, args: Any) -> None:
+        now = self._now()
+        self._forward.append((now, now))
+
+    def _end(self, module: Any, args: Any, result: Any) -> None:
+        number = self._number
+        self._forward[number] = self._forward[number][0], self._now()
+        self._number += 1
+
+        def arrived(gradient: Tensor) -> None:
+            self._backward.setdefault(number, self._now())
+
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(arrived)
+
+
+def _on_stream() -> Moment:
+    moment = torch.cuda.Event(enable_timing=True)
+    moment.record()
+    return moment
+
+
+def _between_s(first: Moment, second: Moment) -> float:
+    return float(second - first) if isinstance(first, float) else float(first.elapsed_time(second)) / 1e3
+
+
+def _collectives(events: Sequence[Any], on_gpu: bool) -> Mapping[str, float]:
+    """Seconds of all calls of each kind; on a GPU of their kernels."""
+    found: dict[str, float] = {}
+    start = re.compile(r"nccl(dev)?kernel_(.*)" if on_gpu else r"(gloo):(.*)")
+    for event in events:
+        match = start.match(event.name.lower())
+        word = "" if match is None else match.group(2).replace("_", "")
+        kind = next((kind for begins, kind in WORDS.items() if word.startswith(begins)), None)
+        if kind is not None:
+            found[kind] = found.get(kind, 0.0) + event.time_range.elapsed_us() / 1e6
+    return found

@@ -1,0 +1,79 @@
+"""Comparisons of observed steps with predicted ones: rows by hand, files, and the next plan's prices and interval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.base.errors import ClusterError, PlanError
+from planner.cost.model import CostModel
+from planner.plan.comparison import Comparison, compare, recalibrated
+from planner.plan.plan import Plan
+from tests.planner.plans import WHOLE, plan_of, residual_mlp
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of(residual_mlp(6), pin={**WHOLE, "data": 4, "zero": 3, "recompute": "none"})
+
+
+def slowed(plan: Plan, factor: float) -> Comparison:
+    """Blocks that take so many times as long as they are predicted to, and a fifth more or less by turns."""
+    blocks = {}
+    for number, each in enumerate(plan.block_seconds):
+        off = factor * (1.2 if number % 2 else 0.8)
+        blocks[each.number, "forward"] = [off * sum(each.forward.values())] * 2
+        blocks[each.number, "backward"] = [off * sum(each.backward.values())] * 2
+    axes = {axis.name: axis for axis in plan.mesh.axes}
+    cost, gathers = CostModel(plan.cluster), [c for c in plan.predicted.collectives if c[0].kind == "all_gather"]
+    gathered_s = sum(n * cost.collective_s("all_gather", axes[call.axis], call.bytes_in) for call, n in gathers)
+    return compare(plan, blocks, {"all_gather": [2 * gathered_s, 4 * gathered_s]}, {"parameters": 10})
+
+
+def test_rows_by_hand(plan: Plan) -> None:
+    found = slowed(plan, 3.0)
+    gathers = found.rows[-1]
+    assert (gathers.work, gathers.phase, gathers.count) == ("all_gather", "step", 2)
+    assert gathers.off == pytest.approx(2.0)  # three times as long in the mean
+    assert gathers.error_s == pytest.approx(gathers.predicted_s)  # of two and four times: half of what they differ by
+    blocks = found.rows[:-1]
+    assert {row.phase for row in blocks} == {"forward", "backward"} and all(row.work == "compute" for row in blocks)
+    assert all(2.4 <= row.off + 1 <= 3.6 for row in blocks)
+    assert found.memory == {"parameters": (plan.predicted.memory_bytes["parameters"], 10)}
+    assert "all_gather" in str(found) and "+200%" in str(found) and "+-" in str(found)
+
+
+def test_a_record_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
+    found = slowed(plan, 2.0)
+    found.save(tmp_path / "run.json")
+    assert Comparison.load(tmp_path / "run.json") == found
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(PlanError, match=r"is no record of steps .* pmodel.compare\(\).save"):
+        Comparison.load(tmp_path / "plan.json")
+
+
+def test_the_next_plan_is_priced_by_what_was_observed(plan: Plan) -> None:
+    """Its blocks take three times as long, its step has an interval around that, and it says so."""
+    runs = [slowed(plan, 3.0)] * 3
+    spec = recalibrated(runs)
+    again = plan_of(residual_mlp(6), spec, {**WHOLE, "data": 4, "zero": 3, "recompute": "none"})
+    ratio = spec.calibration.ratio("compute") if spec.calibration is not None else 0.0
+    assert 2.4 <= ratio <= 3.6
+    assert again.predicted.time_s["compute"] == pytest.approx(ratio * plan.predicted.time_s["compute"])
+    assert plan.interval_s is None and again.interval_s is not None
+    low, high = again.interval_s
+    assert low < again.predicted.step_time_s < high
+    assert f"({low * 1e3:.1f} ms to {high * 1e3:.1f} ms)" in str(again)
+
+
+def test_runs_that_were_priced_otherwise_are_not_mixed(plan: Plan) -> None:
+    first = slowed(plan, 2.0)
+    with pytest.raises(ClusterError, match="priced by different clusters or calibrations"):
+        recalibrated([first, Comparison(recalibrated([first]), first.rows, first.memory)])
+
+
+def test_micro_batched_steps_are_refused() -> None:
+    plan = plan_of(residual_mlp(6), pin={"pipeline": 2, "micro_batches": 2})
+    with pytest.raises(PlanError, match=r"pmodel.timeline\(\)"):
+        compare(plan, {}, {}, {})
