@@ -138,14 +138,14 @@ def reshard(
     """
     ranks = idle(module)
 
-    def announce() -> _Announced | None:
+    def announce() -> _HeldCells | None:
         if held is None:
             return None
         if not isinstance(held, HeldState):
             raise CheckpointError(
                 f"held is of type {type(held).__name__}: give what autopar.hold returned, or None on a rank that comes"
             )
-        return _Announced(held, {name: tuple(here) for name, here in held.places.items()})
+        return _HeldCells(held, {name: tuple(here) for name, here in held.places.items()})
 
     offers = ranks.each(RESHARDING, announce)
     stored = None if checkpoint is None else (lambda: Stored.open(checkpoint))
@@ -173,7 +173,7 @@ class _Contribution:
     extra: Mapping[str, Any]
 
 
-class _Announced:
+class _HeldCells:
     """A rank's held state without its tensors; ``numbers``: of the cells that are there."""
 
     def __init__(self, held: HeldState, numbers: Mapping[str, tuple[int, ...]]):
@@ -269,7 +269,7 @@ class _HeldTogether:
     """
 
     def __init__(
-        self, held: HeldState | None, offers: Sequence[_Announced | None], ranks: Ranks, stored: Stored | None
+        self, held: HeldState | None, offers: Sequence[_HeldCells | None], ranks: Ranks, stored: Stored | None
     ):
         there = {rank: offer for rank, offer in enumerate(offers) if offer is not None}
         if not there:
