@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optim.optimizer import CHOSEN, is_elementwise
-from autopar.runtime.optim.parts import local
+from autopar.runtime.optim.parts import evaluated, local
 from autopar.runtime.spmd.mesh import rows_of
 from planner.base.errors import InputError
 from planner.formulation.constraints.labels import RUNNING_MODELS
@@ -69,10 +69,13 @@ def member_optimizer(
     kind = type(make.__name__, (make,), {"zero_grad": zero_grad, "__doc__": make.__doc__})
     made = kind(groups, **{"fused": True} if takes_fused else {})
 
-    def follow(*_: Any) -> None:
+    def follow(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else options.get("closure")
+        loss = evaluated(closure)  # which makes the gradients
         runs = array.get_buffer(RUNNING_MODELS).tolist()
         for each in rows:
             each.follow(runs)
+        return None if closure is None else ((optimizer, lambda: loss), {})
 
     made.register_step_pre_hook(follow)
     return made

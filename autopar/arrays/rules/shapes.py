@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +16,24 @@ aten = torch.ops.aten
 def pointwise(call: OperatorCall) -> Emitted:
     """Elementwise with broadcasting: operands of fewer dims get dims of size 1 behind that of members.
 
-    A member's number in a tensor of no dims does not widen its tensors; of all members it would.
+    A member's number in a tensor of no dims does not widen tensors of its kind; of all members it would.
     """
     values = [value for value in call.args.values() if isinstance(value, MemberValue)]
     rank = max(value.rank for value in values)
-    wide = [value for value in values if value.rank]
+    wide = [value.dtype for value in values if value.rank]
+    widest = functools.reduce(torch.promote_types, wide) if wide else None
 
     def behind(value: MemberValue) -> Any:
         data = call.aligned(value, rank)
-        same_kind = wide and value.dtype.is_floating_point == wide[0].dtype.is_floating_point
-        return data.to(wide[0].dtype) if not value.rank and same_kind and value.dtype != wide[0].dtype else data
+        narrows = not value.rank and widest not in (None, value.dtype) and _kind(value.dtype) == _kind(widest)
+        return data.to(widest) if narrows else data
 
     return call.run(**{name: behind(value) for name, value in call.args.items() if isinstance(value, MemberValue)})
+
+
+def _kind(dtype: torch.dtype | None) -> tuple[bool, bool, bool]:
+    """What torch's promotion of dtypes ranks before sizes: truth values, whole numbers, floating and complex ones."""
+    return dtype is not None and dtype.is_complex, dtype is not None and dtype.is_floating_point, dtype == torch.bool
 
 
 def along(*names: str) -> StackingRule:
@@ -70,6 +77,14 @@ def over(dims: str, with_dims: Any) -> StackingRule:
         return call.each(found) if len(call.results) > 1 else found
 
     return rule
+
+
+def rolled(call: OperatorCall) -> Emitted:
+    """Along dims; or, without any, all that a member has as one row."""
+    if call["dims"]:
+        return along("dims")(call)
+    rows = call.tensor("self").data.reshape(call.members, -1)
+    return call.run(self=rows, dims=[1]).reshape(call.members, *call.results[0].shape)
 
 
 def reshaped(call: OperatorCall) -> Emitted:

@@ -28,6 +28,7 @@ from autopar.arrays.rules.shapes import (
     pointwise,
     repeated,
     reshaped,
+    rolled,
     several_along,
     transposed,
 )
@@ -66,7 +67,8 @@ STACKING: dict[str, StackingRule] = {
     **rules("permute", permuted),
     **rules("transpose.int swapdims", along("dim0", "dim1")),
     **rules("movedim.int moveaxis.int movedim.intlist", along("source", "destination")),
-    **rules("flip roll", along("dims")),
+    **rules("flip", along("dims")),
+    **rules("roll", rolled),
     **rules("select.int slice.Tensor narrow cat stack index_add select_scatter slice_scatter", along("dim")),
     **rules("unfold", along("dimension")),
     **rules("softmax.int _softmax log_softmax.int _log_softmax _safe_softmax cumsum cumprod glu", along("dim")),

@@ -154,9 +154,14 @@ def test_every_optimizer_steps_members_as_their_own_would(make: Any) -> None:
     alone = [torch.optim.lr_scheduler.LambdaLR(one, own) for one, own in zip(each, schedules, strict=True)]
     for _ in range(STEPS):
         given = batch(own=False)
-        array(**given).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+        def closure(given: dict[str, Any] = given) -> Tensor:
+            optimizer.zero_grad()
+            loss = array(**given).loss
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) > 0
         together.step()
         for member, one, schedule in zip(members, each, alone, strict=True):
             member(**given)["loss"].backward()
