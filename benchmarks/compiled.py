@@ -1,10 +1,10 @@
 """Compiled blocks: a step of a Llama beside our eager blocks, and beside torch's hand-written plan, compiled.
 
 Data parallel: ours pinned ``{"data": n, "zero": 0}`` against ``DistributedDataParallel``. Sharded: ``zero`` 3 against
-``fully_shard`` of every layer and of the rest. Tensor parallel: ``{"tensor": n}`` against ``parallelize_module`` with
-column and row styles, vocabulary included, and logits gathered for Transformers' loss. On their side every layer is
-compiled as a whole graph, as torchtitan does it. All three sides train the same model on the same batches from the same
-weights with torch's fused AdamW, in turns in one run, and the losses must agree.
+``fully_shard`` of every layer and of the rest. On their side every layer is compiled as a whole graph, as torchtitan
+does it. All three sides train the same model on the same batches from the same weights with torch's fused AdamW, in
+turns in one run, and the losses must agree. Tensor parallel is left out: layers of ``parallelize_module`` that are
+compiled so raise in backward (torch 2.13, ``'Tensor' object has no attribute '_local_tensor'``).
 
 How compiling grows with depth is measured apart, in one process: CPU seconds of a model's first step, which compiles,
 less those of a later one.
@@ -25,10 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar import ClusterSpec, parallelize
@@ -38,7 +35,7 @@ from benchmarks.gpt import Shape
 from benchmarks.step_time import Batch, Side
 
 PRELOAD = ("torch", "transformers.models.llama.modeling_llama", "benchmarks.compiled")
-KINDS: dict[str, dict[str, int]] = {"data": {"zero": 0}, "zero 3": {"zero": 3}, "tensor": {}}
+KINDS: dict[str, dict[str, int]] = {"data": {"zero": 0}, "zero 3": {"zero": 3}}
 """What is compared, and what our side is told beside the number of ranks."""
 SIDES = ("compiled", "eager", "theirs")
 DEPTHS = (2, 32)
@@ -58,7 +55,7 @@ class Case:
     @property
     def pin(self) -> dict[str, Any]:
         """What our side is told."""
-        return {self.kind.split()[0] if self.kind != "zero 3" else "data": self.ranks, **KINDS[self.kind]}
+        return {"data": self.ranks, **KINDS[self.kind]}
 
 
 @dataclass(frozen=True)
@@ -175,21 +172,8 @@ def _theirs(model: nn.Module, case: Case) -> tuple[Any, ...]:
     def own_part(batch: Batch) -> Batch:
         return {name: t.chunk(case.ranks)[rank] for name, t in batch.items()}
 
-    if case.kind == "tensor":
-        plan: dict[str, ParallelStyle] = {
-            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-            "lm_head": ColwiseParallel(output_layouts=Replicate()),
-        }
-        for i in range(case.shape.layers):
-            for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-                plan[f"model.layers.{i}.{name}"] = ColwiseParallel()
-            for name in ("self_attn.o_proj", "mlp.down_proj"):
-                plan[f"model.layers.{i}.{name}"] = RowwiseParallel()
-        parallelize_module(model, init_device_mesh("cpu", (case.ranks,)), plan)
     for layer in layers.children():
         layer.compile(fullgraph=True)
-    if case.kind == "tensor":
-        return model, lambda batch: batch, contextlib.nullcontext, False
     if case.kind == "data":
         return DistributedDataParallel(model), own_part, contextlib.nullcontext, True
     for part in (*layers.children(), model):
