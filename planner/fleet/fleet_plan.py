@@ -35,7 +35,7 @@ class FleetPlan:
     @property
     def gap(self) -> float:
         """Part of the average completion time that the bound leaves open."""
-        return max(0.0, 1 - self.bound_s / self.schedule.mean_completion_s)
+        return 1 - self.bound_s / self.schedule.mean_completion_s
 
     @property
     def status(self) -> Literal["optimal", "feasible"]:

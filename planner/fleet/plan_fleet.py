@@ -76,6 +76,7 @@ def plan_fleet(
             f"{in_duration(best.last_end_s - until_s)} late, though each would be in time alone; give more time or "
             "devices, or fewer jobs"
         )
+    assert bound <= best.mean_completion_s * (1 + GAP), "a schedule is shorter than what none is"
     return FleetPlan(best, min(bound, best.mean_completion_s), best_by, others, until_s)
 
 

@@ -29,8 +29,8 @@ def load(text: str, folder: Path) -> FleetFile:
 
 def test_the_page_shows_what_its_jobs_come_to(tmp_path: Path) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    (jobs,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    (shown,) = re.findall(r"\n```\n(.*?)```", page, re.DOTALL)
+    quoted = r"```yaml\n(.*?)```\n\n```\nautopar fleet jobs.yaml --cluster preset:dgx-h100\n```\n\n```\n(.*?)```\n\n"
+    [(jobs, shown)] = re.findall(quoted, page, re.DOTALL)
     text = f"{plan_fleet(fleet_jobs(load(jobs, tmp_path), NODE, {}), NODE)}\n"
     if os.environ.get("UPDATE_GOLDEN"):
         PAGE.write_text(page.replace(shown, text), encoding="utf-8")
