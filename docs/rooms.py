@@ -24,8 +24,8 @@ PLACES: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
     "autopar.graph": (32, 238, 80, 48, ("programs",)),
     "autopar.functions": (120, 238, 84, 48, ("backwards",)),
     "autopar.operators": (212, 238, 84, 48, ("experts",)),
-    "autopar.emit": (32, 320, 126, 48, ("local programs",)),
-    "autopar.arrays": (170, 320, 126, 48, ("members stacked",)),
+    "autopar.arrays": (32, 320, 126, 48, ("members stacked",)),
+    "autopar.emit": (170, 320, 126, 48, ("local programs",)),
     "autopar.runtime": (32, 404, 264, 124, ("obeys the plan, decides nothing",)),
     "autopar.verification": (32, 546, 126, 48, ("plan against model",)),
     "autopar.checkpoint": (170, 546, 126, 48, ("files for any plan",)),
@@ -159,7 +159,6 @@ def picture() -> str:
         parts.append(f'<path class="arrow" d="{path}" marker-end="url(#head)"/>')
         if label:
             parts.append(_text(x, y, label, "label", "middle"))
-    parts.append(_text(416, 574, "ground floor", "label"))
     return "\n".join([*parts, "</svg>", ""])
 
 

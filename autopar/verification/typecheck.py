@@ -28,6 +28,7 @@ from autopar.emit.local_ops import COUNT
 from autopar.emit.rewrite import Rewritten, rewrite
 from autopar.emit.stage_programs import stages_of
 from autopar.runtime.autograd.recompute import gatherings_of, recompute
+from autopar.runtime.host.error_notes import first_line
 from autopar.runtime.spmd.mesh import device_mesh, groups_of
 from autopar.runtime.spmd.micro_batch import MicroBatches
 from autopar.runtime.spmd.parameters import gather_parameters, replicate_parameters
@@ -242,7 +243,7 @@ class _TypedRoot(fx.Interpreter):
         try:
             return super().run_node(n)
         except spmd.SpmdTypeError as error:
-            raise VerificationError(f"{n.name} = {n.format_node()}: {_first_line(error)}") from error
+            raise VerificationError(f"{n.name} = {n.format_node()}: {first_line(error)}") from error
 
     def operator(self, n: fx.Node, node: Node) -> Any:
         """One operator: operands as the plan says, then the checker's own rule, then the plan's result types."""
@@ -276,7 +277,7 @@ class _TypedRoot(fx.Interpreter):
                         with spmd.no_typecheck():
                             values[index] = value.view_as(value)
         except spmd.SpmdTypeError as error:
-            raise VerificationError(f"{where}: {_first_line(error)}") from error
+            raise VerificationError(f"{where}: {first_line(error)}") from error
         read = {user.args[1] for user in n.users} if several else {0}
         for index, value in enumerate(values):
             types = tuple(s.results[index] for s in choice.axes)
@@ -303,7 +304,3 @@ class _TypedRoot(fx.Interpreter):
             elif isinstance(types[number], Shard) and have is spmd.R:
                 found[number] = R
         return tuple(found)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._functorch import config
 from torch.fx import GraphModule
 
+from autopar.runtime.host.error_notes import first_line
 from autopar.runtime.spmd.run_state import RunState
 
 Text = tuple[str, ...]
@@ -95,7 +96,7 @@ class Compiler:
                     return compiled(*args)
                 except TorchDynamoException as error:
                     cause = getattr(error, "inner_exception", error)
-                    self.eager[segment.name] = why = f"{type(cause).__name__}: {str(cause).strip().splitlines()[0]}"
+                    self.eager[segment.name] = why = f"{type(cause).__name__}: {first_line(cause)}"
                     warnings.warn(f"{segment.name} is not compiled and runs as it is: {why}", stacklevel=2)
             return segment.program(*args)
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.host.error_notes import add_note
+from autopar.runtime.host.error_notes import add_note, first_line
 from autopar.runtime.offload.chunk_memory import ChunkMemory, CopyEngine, Gradients
 from autopar.runtime.optim.gradients import is_hooked
-from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, at_a_rate, first_line, name_of
+from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, at_a_rate, name_of
 from planner.base.errors import InputError
 
 AFTER = "plan with pin 'update' 'after', whose backward leaves gradients in .grad"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, first_line, name_of
+from autopar.runtime.host.error_notes import first_line
+from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, name_of
 from autopar.runtime.optim.parts import evaluated, like, local
 from autopar.runtime.optim.stand_ins import hooks_hidden, standing_in, step_of
 from planner.base.errors import InputError

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.host.disk import OffloadFiles
+from autopar.runtime.host.error_notes import first_line
 from autopar.runtime.host.pages import READ
 from autopar.runtime.optim.master_weights import class_with_masters
-from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, at_a_rate, first_line, name_of
+from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, at_a_rate, name_of
 from autopar.runtime.optim.owners import Owned, with_owners
 from autopar.runtime.optim.parts import local
 from planner.base import host

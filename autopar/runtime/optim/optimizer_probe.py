@@ -22,8 +22,3 @@ def at_a_rate(options: Mapping[str, Any]) -> dict[str, Any]:
 def name_of(make: object) -> str:
     """What an optimizer's class, or what else makes one, is called."""
     return getattr(make, "__name__", repr(make))
-
-
-def first_line(error: Exception) -> str:
-    """Of what an error says; a bare assertion says no more than its type."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
