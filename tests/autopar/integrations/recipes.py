@@ -7,6 +7,7 @@ own, so that the frameworks are imported once for all ranks and for nobody else.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import logging
@@ -273,7 +274,7 @@ def refused(folder: str) -> dict[str, str]:
     pmodel = autopar.parallelize(model, autopar.ClusterSpec.local(1), example_kwargs=batch)
     accelerator, args = ParallelAccelerator(), TrainingArguments("run", save_only_model=True)
     trainer = ParallelTrainer(pmodel, args, train_dataset=dataset)
-    compiling = TrainingArguments("run")
+    compiling = copy.copy(args)  # others would begin Accelerate's state anew
     compiling.torch_compile = True  # as an argument it would be one of the environment, too
     layerwise = (torch.optim.SGD, {"optimizer_dict": {}})
     Path("run/theirs").mkdir(parents=True)

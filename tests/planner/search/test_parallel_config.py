@@ -21,7 +21,7 @@ from tests.planner.plans import named
 from tests.planner.search.test_optimum import random_cluster
 
 COSTS = [CostModel(ClusterSpec.preset(name)) for name in ("dgx-h100", "dgx-v100", "cpu")]
-COMPILED = {"software": Software(compile=True, float8=True)}
+COMPILED = {"software": Software(compile="all", float8=True)}
 COSTS.append(CostModel(COSTS[0].cluster.model_copy(update=COMPILED)))
 cuts, sizes = st.sampled_from([1, 2, 3, 8, 64]), st.integers(1, 5000)
 
