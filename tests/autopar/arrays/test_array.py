@@ -236,8 +236,10 @@ def test_a_member_is_a_model_of_its_class_and_what_is_stacked_loads_again() -> N
     members = doubled(Attending)
     array = autopar.array(members)
     again = autopar.array(doubled(Attending)[0], MEMBERS)
+    array.stop(1)
     again.load_state_dict(array.state_dict())
     check_equal(again, members)
+    assert again.stopped == (1,), "who is stopped is saved"
     found = array.member(2)
     assert type(found) is Attending
     assert found.out.weight is found.embed.weight, "what is tied stays tied"
