@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.arrays.settings import ABSENT, differences, parts
 from planner.base.errors import InputError
-
-_STATIC = (int, float, bool, str, tuple, type(None))
-"""Attributes of modules that make one program or another, and can be compared."""
 
 
 def check_alike(members: Sequence[nn.Module]) -> None:
@@ -36,26 +34,34 @@ def check_alike(members: Sequence[nn.Module]) -> None:
                 )
 
 
+_NAMED = {"._parameters", "._buffers", "._modules"}
+"""Parts of modules that are compared by their names."""
+
+
 def _tensors(member: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from member.named_parameters(remove_duplicate=False)
     yield from member.named_buffers(remove_duplicate=False)
 
 
 def _check_modules(first: nn.Module, number: int, member: nn.Module) -> None:
-    ours, theirs = dict(first.named_modules()), dict(member.named_modules())
+    ours, theirs = (dict(each.named_modules(remove_duplicate=False)) for each in (first, member))
     if ours.keys() != theirs.keys():
         name = next(iter(sorted(ours.keys() ^ theirs.keys())))
         raise InputError(f"members 0 and {number} are not of one structure: one of them alone has a module {name!r}")
+    met = {(id(each), id(theirs[name])) for name, each in ours.items()}
+    tensors = dict(_tensors(member))
+    met |= {(id(each), id(tensors.get(name))) for name, each in _tensors(first)}
     for name, module in ours.items():
         other, where = theirs[name], f"module {name or '(root)'} of member {number}"
         if type(module) is not type(other):
             raise InputError(f"{where} is a {type(other).__name__}, and that of member 0 a {type(module).__name__}")
-        for attribute, value in vars(module).items():
-            found = vars(other).get(attribute)
-            if isinstance(value, _STATIC) and type(value) is type(found) and value != found:
+        mine, others = parts(module), parts(other)
+        for part in (each for each in {**mine, **others} if each not in _NAMED):
+            for path, value, found in differences(part[1:], mine.get(part, ABSENT), others.get(part, ABSENT), met):
+                has = f"no {path}" if found is ABSENT else f"{path} {found!r}"
                 raise InputError(
-                    f"{where} has {attribute} {found!r}, and that of member 0 has {value!r}: all members run one "
-                    "program, and differ in the values of tensors and in hyper-parameters of the optimizer (vary=)"
+                    f"{where} has {has}, and that of member 0 has {value!r}: all members run one program, and differ "
+                    "in the values of parameters and buffers and in hyper-parameters of the optimizer (vary=)"
                 )
 
 

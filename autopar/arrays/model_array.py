@@ -62,7 +62,7 @@ class ModelArray(nn.Module):
         self._held_once = stack(members, self)
         device = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), None)
         running = torch.ones(self.size, dtype=torch.bool, device=device)
-        self.register_buffer(RUNNING_MODELS, running, persistent=False)
+        self.register_buffer(RUNNING_MODELS, running)
         self._member = (
             with_tensors(members[0], lambda name, like: like.detach().to("meta")),
         )  # in a tuple: it is no part of this module
@@ -159,6 +159,7 @@ class ModelArray(nn.Module):
         """
         if module is not None:
             self._trained.append(module)
+            set_running(module, self.get_buffer(RUNNING_MODELS))
         return member_optimizer(make, self, self.size, self.vary, options, module)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModelArray:

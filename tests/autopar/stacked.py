@@ -62,6 +62,10 @@ def trains_members_on_ranks() -> None:
                 alone.step()
                 alone.zero_grad()
     array.load_state_dict(pmodel.full_state_dict())
+    assert array.stopped == (STOPPED,)
+    pmodel.get_buffer("running_members").fill_(True)
+    array.optimizer(torch.optim.SGD, pmodel)
+    assert [*pmodel.full_state_dict()["running_members"]] == [n != STOPPED for n in range(MEMBERS)], "it is told"
     for number, member in enumerate(members):
         found = array.member(number).state_dict()
         for name, value in member.state_dict().items():

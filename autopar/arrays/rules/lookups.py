@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.arrays.rules.calls import Emitted, OperatorCall
+from autopar.arrays.rules.calls import Emitted, OperatorCall, dim_behind
 
 
 def embedding(call: OperatorCall) -> Emitted:
@@ -39,7 +39,14 @@ def index(call: OperatorCall) -> Emitted:
 
 def index_select(call: OperatorCall) -> Emitted:
     """Indices that are the same for all."""
-    if call.is_stacked("index"):
+    if call.is_stacked("index") or not call.tensor("self").rank:
         return NotImplemented
-    dim = call["dim"] + 1 if call["dim"] >= 0 else call["dim"]
-    return call.run(self=call.tensor("self").data, dim=dim)
+    return call.run(self=call.tensor("self").data, dim=dim_behind(call["dim"]))
+
+
+def index_add(call: OperatorCall) -> Emitted:
+    """Indices that are the same for all."""
+    into, added = call.tensor("self"), call.tensor("source")
+    if call.is_stacked("index") or not (into.rank and added.rank):
+        return NotImplemented
+    return call.run(self=call.front(into), source=call.front(added), dim=dim_behind(call["dim"]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.arrays.rules.calls import Emitted, MemberValue, OperatorCall, StackingRule, dim_behind, mapped
+from autopar.arrays.rules.calls import Emitted, MemberValue, OperatorCall, StackingRule, dim_behind, mapped, values_in
 
 aten = torch.ops.aten
 
@@ -37,7 +37,17 @@ def _kind(dtype: torch.dtype | None) -> tuple[bool, bool, bool]:
 
 
 def along(*names: str) -> StackingRule:
-    """An operator on tensors of one rank, with dims in these arguments."""
+    """An operator on tensors of one rank, with dims in these arguments; a number has no dim that could lie behind."""
+
+    def rule(call: OperatorCall) -> Emitted:
+        values = (value for given in call.args.values() for value in values_in(given))
+        return along_new(*names)(call) if all(value.rank for value in values) else NotImplemented
+
+    return rule
+
+
+def along_new(*names: str) -> StackingRule:
+    """As :func:`along`, where the dims are of the result, which numbers get, too."""
 
     def rule(call: OperatorCall) -> Emitted:
         changed = {name: mapped(value, call.front) for name, value in call.args.items()}
@@ -55,7 +65,7 @@ def several_along(*names: str) -> StackingRule:
 
     def rule(call: OperatorCall) -> Emitted:
         found = along(*names)(call)
-        return found if isinstance(found, list) else call.each(found)
+        return found if found is NotImplemented or isinstance(found, list) else call.each(found)
 
     return rule
 

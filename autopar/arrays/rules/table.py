@@ -10,13 +10,14 @@ import torch
 from autopar.arrays.rules.attention import attention
 from autopar.arrays.rules.calls import StackingRule
 from autopar.arrays.rules.folds import by_channel
-from autopar.arrays.rules.lookups import embedding, index, index_select
+from autopar.arrays.rules.lookups import embedding, index, index_add, index_select
 from autopar.arrays.rules.losses import by_class
 from autopar.arrays.rules.losses import pointwise as pointwise_loss
 from autopar.arrays.rules.norms import per_channel, trailing
 from autopar.arrays.rules.products import added_product, convolution, einsum, linear, matmul
 from autopar.arrays.rules.shapes import (
     along,
+    along_new,
     broadcast,
     drawn,
     expanded,
@@ -69,7 +70,8 @@ STACKING: dict[str, StackingRule] = {
     **rules("movedim.int moveaxis.int movedim.intlist", along("source", "destination")),
     **rules("flip", along("dims")),
     **rules("roll", rolled),
-    **rules("select.int slice.Tensor narrow cat stack index_add select_scatter slice_scatter", along("dim")),
+    **rules("select.int slice.Tensor narrow cat select_scatter slice_scatter", along("dim")),
+    **rules("stack", along_new("dim")),
     **rules("unfold", along("dimension")),
     **rules("softmax.int _softmax log_softmax.int _log_softmax _safe_softmax cumsum cumprod glu", along("dim")),
     **rules("sort topk max.dim min.dim argsort gather scatter.src scatter.value scatter_add", along("dim")),
@@ -109,6 +111,7 @@ STACKING: dict[str, StackingRule] = {
     **rules("embedding", embedding),
     **rules("index.Tensor", index),
     **rules("index_select", index_select),
+    **rules("index_add", index_add),
     **rules(loss.POINTWISE, pointwise_loss),
     **rules("cross_entropy_loss nll_loss nll_loss_nd", by_class),
 }

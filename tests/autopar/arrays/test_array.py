@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -235,8 +236,10 @@ def test_a_member_is_a_model_of_its_class_and_what_is_stacked_loads_again() -> N
     members = doubled(Attending)
     array = autopar.array(members)
     again = autopar.array(doubled(Attending)[0], MEMBERS)
+    array.stop(1)
     again.load_state_dict(array.state_dict())
     check_equal(again, members)
+    assert again.stopped == (1,), "who is stopped is saved"
     found = array.member(2)
     assert type(found) is Attending
     assert found.out.weight is found.embed.weight, "what is tied stays tied"
@@ -263,6 +266,56 @@ def test_what_no_rule_stacks_runs_for_each_member_and_is_told() -> None:
     assert array.one_by_one == {"aten.linalg_matrix_exp.default": 1}
 
 
+class Holding(nn.Module):
+    """Has settings, of any kind."""
+
+    def __init__(self, **held: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.calls = [self.linear.forward, lambda x: self.linear(x)]
+        self.__dict__.update(held)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum()
+
+
+def raised(power: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x**power
+
+
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"k": None}, {"k": 2}, "k 2, and that of member 0 has None"),
+    ({"k": 2}, {"k": 2.0}, "k 2.0, and that of member 0 has 2:"),
+    ({"k": 2}, {}, "no k, and that of member 0 has 2"),
+    ({}, {"k": 2}, "k 2, and that of member 0 has none"),
+    ({"k": [1, {"a": 2}]}, {"k": [1, {"a": 3}]}, r"k\[1\]\['a'\] 3, and that of member 0 has 2"),
+    ({"k": F.relu}, {"k": F.silu}, "k <function silu"),
+    ({"k": raised(2)}, {"k": raised(3)}, "k.power 3"),
+    ({"k": functools.partial(F.softmax, dim=0)}, {"k": functools.partial(F.softmax, dim=1)}, r"k.keywords\['dim'\] 1"),
+    ({"k": (nn.Flatten(0),)}, {"k": (nn.Flatten(1),)}, r"k\[0\].start_dim 1"),
+    ({"k": torch.ones(2)}, {"k": torch.zeros(2)}, r"k tensor\(\[0., 0.\]\), and that of member 0 has tensor"),
+    ({"k": torch.float32}, {"k": torch.float64}, "k torch.float64"),
+]
+
+
+def test_settings_that_are_alike_are_no_difference() -> None:
+    """Equal, made anew for each: functions around values, tensors, what refers to itself or to the member."""
+
+    def held() -> dict[str, Any]:
+        loop: list[Any] = [float("inf"), raised(2), torch.ones(2), functools.partial(raised(3))]
+        loop.append(loop)
+        return {"k": loop, "generator": torch.Generator(), "d": nn.ReLU()}
+
+    members = [Holding(**held()) for _ in range(2)]
+    for member in members:
+        member.register_forward_hook(lambda module, args, output: None)
+        member.k.append(member.linear.weight)
+    assert autopar.array(members).size == autopar.array(members[0], 2).size == 2
+    members[1].register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(InputError, match=r"member 1 has _forward_hooks\[1\] <function"):
+        autopar.array(members)
+
+
 WIDER = Perceptron(hidden=9)
 DROPPING = nn.Sequential(nn.Dropout(0.1))
 FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -278,6 +331,13 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: autopar.array([nn.Sequential(nn.Dropout(0.2)), DROPPING]),
         r"module 0 of member 1 has p 0.1, and that of member 0 has 0.2",
     ),
+    **{
+        f"a setting: {said}": (
+            lambda one=one, other=other: autopar.array([Holding(**one), Holding(**one), Holding(**other)]),
+            rf"module \(root\) of member 2 has {said}",
+        )
+        for one, other, said in SETTINGS
+    },
     "classes": (
         lambda: autopar.array([nn.Sequential(nn.ReLU()), nn.Sequential(nn.GELU())]),
         "module 0 of member 1 is a GELU, and that of member 0 a ReLU",
