@@ -7,6 +7,7 @@ ranks that hold them, and from a checkpoint of the same moment where none does.
 from __future__ import annotations
 
 import io
+import math
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -231,15 +232,19 @@ def _handed_over(
             place = box, torch.empty(region.sizes, dtype=state.tensors[name].properties.dtype)
             added.setdefault(name, []).append(place)
             places.setdefault(name, {})[number] = place
-    found, _ = transfers(state.cells, holders, wanted, _spans(ranks))
+    found, _ = transfers(state.cells, holders, wanted, _spans(ranks, HOLDING))
     held = {name: [*here.values()] for name, here in state.places.items()}
     exchange(found, held, added, _dtypes(state.tensors), ranks.rank, *_way(ranks))
     return replace(state, places=places)
 
 
-def _spans(ranks: Ranks) -> tuple[int, ...]:
-    """Ranks of a machine, and of all."""
-    return min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)), ranks.size), ranks.size
+def _spans(ranks: Ranks, task: str) -> tuple[int, ...]:
+    """Ranks of a machine, and of all: the same on every rank, all of which must call it.
+
+    Where machines have different numbers of ranks it is what divides all of them.
+    """
+    here = ranks.each(task, lambda: int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)))
+    return min(math.gcd(*here), ranks.size), ranks.size
 
 
 def _way(ranks: Ranks) -> tuple[ProcessGroup | None, torch.device]:
@@ -344,7 +349,7 @@ class _HeldTogether:
         """
         regions = {name: [*map(Region.of, boxes)] for name, (boxes, _) in wanted.items()}
         everyone = self._ranks.each(RESHARDING, lambda: regions)
-        found, lost = transfers(self._cells, self._holders, everyone, _spans(self._ranks))
+        found, lost = transfers(self._cells, self._holders, everyone, _spans(self._ranks, RESHARDING))
         if any(lost) and self._stored is None:
             self._refuse(lost)
         into = {name: [(box, local) for box in boxes] for name, (boxes, local) in wanted.items()}

@@ -18,7 +18,11 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autopar.emit.block_program import STATE, WEIGHT, eliminate_dead_code, getitem, module_of, one_or_all
+from autopar.runtime.layers import LOCAL_FORMS
 from autopar.runtime.layers.segment import Compiler, Segment, run_segment
+
+BEGINS = frozenset(form.begins for form in LOCAL_FORMS.values() if form.begins is not None)
+"""What sends for another statement, which waits, while those between them are computed."""
 
 
 @dataclass
@@ -121,7 +125,8 @@ def _ordered(
     program: fx.Graph, repeated: set[str], may_join: Callable[[fx.Node], bool]
 ) -> list[fx.Node | _SegmentPlan]:
     """Statements and groups of them in an order in which they may run. A statement that does not read what is in the
-    open group comes before it, so that calls which have nothing to do with it do not close it.
+    open group comes before it, so that calls which have nothing to do with it do not close it; but one that waits for
+    what another began comes behind it, which hides the wait.
     """
     found: list[fx.Node | _SegmentPlan] = []
     group: _SegmentPlan | None = None
@@ -140,7 +145,8 @@ def _ordered(
                 group = _SegmentPlan(runs_again)
             group.nodes.append(node)
         elif node.op != "output":
-            if group is not None and not set(group.nodes).isdisjoint(node.all_input_nodes):
+            read = {*node.all_input_nodes}
+            if group is not None and (not read.isdisjoint(group.nodes) or any(v.target in BEGINS for v in read)):
                 close()
             found.append(node)
     close()

@@ -8,14 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import autopar
+from autopar.checkpoint import live
+from autopar.checkpoint.together import Ranks
 from planner.base.errors import CheckpointError, InputError
 from tests.autopar import elastic, elastic_agents
 from tests.autopar.elastic_agents import EVERY, STEPS
@@ -71,6 +75,34 @@ def test_one_process_reshards_from_what_it_holds() -> None:
         another.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True
     ):
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+class Machines(Ranks):
+    """All ranks of machines with so many each, in this process."""
+
+    here = (4, 3)
+
+    @property
+    def size(self) -> int:
+        return sum(self.here)
+
+    def each(self, task: str, make: Callable[[], Any]) -> list[Any]:
+        """What ``make`` returns where torchrun has said how many ranks are on the machine."""
+        found = []
+        for count in self.here:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("LOCAL_WORLD_SIZE", str(count))
+                found += [make()] * count
+        return found
+
+
+@pytest.mark.parametrize("here, near", [((4, 3), 1), ((4, 2), 2), ((4, 4), 4)])
+def test_ranks_agree_on_who_is_near(here: tuple[int, ...], near: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank works out who sends: one that is told of 3 neighbours must not wait for whom others do not choose."""
+    monkeypatch.setattr(Machines, "here", here)
+    for count in here:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(count))
+        assert live._spans(Machines(), live.RESHARDING) == (near, sum(here))
 
 
 def test_what_cannot_be_resharded_says_so() -> None:

@@ -10,8 +10,9 @@ from torch import Tensor, fx
 
 from autopar.emit.block_program import STATE, WEIGHT, module_of
 from autopar.emit.segments import in_segments
+from autopar.runtime.layers.experts import begin_experts, experts
 from autopar.runtime.layers.random import draw
-from autopar.runtime.layers.segment import Compiler, segments_in
+from autopar.runtime.layers.segment import Compiler, run_segment, segments_in
 from autopar.runtime.spmd.random_state import RandomState
 from autopar.runtime.spmd.run_state import RunState
 
@@ -51,6 +52,21 @@ def test_operators_between_random_ones_are_in_one_segment(splits_backward: bool,
         assert statements(program_of(Compiler(splits_backward))) == expected
     finally:
         torch._functorch.config.donated_buffer = before
+
+
+def test_what_hides_an_exchange_stays_between_its_beginning_and_its_end() -> None:
+    graph = fx.Graph()
+    x, w, indices, weights, up, down = map(graph.placeholder, ("x", "w", "indices", "weights", "up", "down"))
+    state = graph.get_attr(STATE)
+    before = graph.call_function(aten.neg.default, (x,))
+    sent = graph.call_function(begin_experts, (state, x, indices, 2))
+    shared = graph.call_function(aten.silu.default, (graph.call_function(aten.mm.default, (before, w)),))
+    routed = graph.call_function(experts, (state, x, indices, weights, up, down), {"sent": sent})
+    graph.output((graph.call_function(aten.exp.default, (graph.call_function(aten.add.Tensor, (routed, shared)),)),))
+    made, _, segments = in_segments("block", graph, None, Compiler())
+    calls = [node.target for node in made.nodes if node.op == "call_function"]
+    assert calls == [begin_experts, run_segment, experts, run_segment]
+    assert statements(module_of({STATE: None, **segments}, made, "Block")) == [["neg", "mm", "silu"], ["add", "exp"]]
 
 
 def test_segments_of_the_same_operators_are_compiled_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
