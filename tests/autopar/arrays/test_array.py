@@ -361,6 +361,12 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "no members": (lambda: autopar.array([]), "at least one"),
     "another number": (lambda: autopar.array([WIDER], 2), "the list has 1 models, and n is 2"),
     "own inputs": (lambda: autopar.array(WIDER, 2, own_inputs=["y"]), "no input 'y'; it has target, x"),
+    "own inputs of the loss": (
+        lambda: autopar.array(
+            nn.Linear(2, 2), 2, loss_fn=lambda out, given: (out - given["y"]).sum(), own_inputs=["yy"]
+        )(input=torch.ones(5, 2), y=torch.ones(5, 2)),
+        "neither Linear.forward nor the batch has an input 'yy'; the batch has input, y",
+    ),
     "no dim of members": (
         lambda: autopar.array(WIDER, 2, own_inputs=["x"])(torch.ones(5, 6), torch.ones(5, dtype=torch.long)),
         r"input 'x' is one of own_inputs, and has shape \(5, 6\): its first dim must be that of the 2 members",
