@@ -66,7 +66,9 @@ def member_optimizer(
             each.stacked.grad = None
         make.zero_grad(self, set_to_none)
 
-    kind = type(make.__name__, (make,), {"zero_grad": zero_grad, "__doc__": make.__doc__})
+    asked_by_scaler = property(_refuse_scaler, lambda self, value: None)
+    own_parts = {"zero_grad": zero_grad, "_step_supports_amp_scaling": asked_by_scaler, "__doc__": make.__doc__}
+    kind = type(make.__name__, (make,), own_parts)
     made = kind(groups, **{"fused": True} if takes_fused else {})
 
     def follow(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -79,6 +81,14 @@ def member_optimizer(
 
     made.register_step_pre_hook(follow)
     return made
+
+
+def _refuse_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """What a GradScaler asks for before it steps; it would look for gradients of rows, which get them in the step."""
+    raise InputError(
+        "an array's optimizer does not step under a GradScaler, whose one scale would skip steps of all members where "
+        "one overflows: train in bfloat16, which needs no scaler, and call optimizer.step()"
+    )
 
 
 def set_running(parallel: ParallelModule, running: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopar.arrays.member_optimizer import member_optimizer, set_running
 from autopar.arrays.members import stack, with_tensors
 from autopar.arrays.stacked_program import StackedProgram, stacked_program
-from autopar.capture.capture import ONLY, Captured, LossFn, capture
+from autopar.capture.capture import ONLY, Captured, LossFn, accepted_names, capture
 from autopar.runtime.module import ParallelModule
 from planner.base.errors import InputError, PlanWarning
 from planner.formulation.constraints.labels import RUNNING_MODELS
@@ -218,6 +218,12 @@ class ModelArray(nn.Module):
             tuple(self._of_member(name, value) for name, value in zip(names, args, strict=False)),
             {name: self._of_member(name, value) for name, value in kwargs.items()},
         )
+        unknown = self.own_inputs - accepted_names(self._member[0]) - kwargs.keys()
+        if unknown:
+            raise InputError(
+                f"own_inputs: neither {type(self._member[0]).__name__}.forward nor the batch has an input "
+                f"{min(unknown)!r}; the batch has {', '.join(sorted(kwargs))}"
+            )
         named = [*zip(names, args, strict=False), *kwargs.items()]
         own = [name in self.own_inputs for name, value in named for _ in pytree.tree_leaves(value)]
         return of_member, own

@@ -191,6 +191,14 @@ def test_a_hook_clips_every_member_by_its_own_norm() -> None:
     check_equal(array, members)
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop])
+def test_a_scaler_is_refused_whether_or_not_kernels_are_fused(make: Any) -> None:
+    scaler, optimizer = torch.amp.GradScaler("cpu"), autopar.array(Perceptron, 2).optimizer(make)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(InputError, match="does not step under a GradScaler.*bfloat16"):
+        scaler.step(optimizer)
+
+
 def test_metrics_have_a_dim_of_members() -> None:
     members = doubled(Perceptron)
     given = batch(own=False)
@@ -361,6 +369,12 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "no members": (lambda: autopar.array([]), "at least one"),
     "another number": (lambda: autopar.array([WIDER], 2), "the list has 1 models, and n is 2"),
     "own inputs": (lambda: autopar.array(WIDER, 2, own_inputs=["y"]), "no input 'y'; it has target, x"),
+    "own inputs of the loss": (
+        lambda: autopar.array(
+            nn.Linear(2, 2), 2, loss_fn=lambda out, given: (out - given["y"]).sum(), own_inputs=["yy"]
+        )(input=torch.ones(5, 2), y=torch.ones(5, 2)),
+        "neither Linear.forward nor the batch has an input 'yy'; the batch has input, y",
+    ),
     "no dim of members": (
         lambda: autopar.array(WIDER, 2, own_inputs=["x"])(torch.ones(5, 6), torch.ones(5, dtype=torch.long)),
         r"input 'x' is one of own_inputs, and has shape \(5, 6\): its first dim must be that of the 2 members",
