@@ -407,8 +407,8 @@ def observed_steps() -> None:
         f"GPTs written by hand, of {len(observed.SHAPES)} shapes (layers x width), train on {observed.RANKS} local "
         f"gloo processes, {observed.STEPS} steps each, every second one under torch's profiler; the machine was "
         "profiled before. Each model in turn is held out: what was observed of the others corrects its predictions "
-        "and gives their intervals. Rows are distinct blocks forward and backward, and kinds of collectives; *off by* "
-        f"is the median factor. {observed.told(rows)}."
+        "and gives their intervals. Rows are what distinct blocks compute forward and backward, and kinds of "
+        f"collectives; *off by* is the median factor. {observed.told(rows)}."
     )
     raw = [asdict(row) for row in rows]
     print(record.write("observed", "Observed steps", notes, observed.table(rows), raw, facts), flush=True)

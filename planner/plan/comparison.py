@@ -9,8 +9,8 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from planner.cost.calibration import Calibration
 from planner.cost.cluster import ClusterSpec
 from planner.cost.correction import Pair, Work, corrections
 from planner.cost.model import CostModel
-from planner.plan.document.document import Document
+from planner.formulation.resharding import PHASES, Collective
+from planner.plan.document.detail import BlockDetail
+from planner.plan.document.document import BlockPlan, Document
 
-FORMAT, VERSION = "autopar-run", 1
-FORWARD_KINDS = ("C", "F")
+FORMAT, VERSION = "autopar-run", 2
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Compared:
         observed_s: the mean over instances and steps.
         error_s: its standard error.
         count: how many were seen.
+        predicted_communication_s: of a block's predicted seconds, what it communicates.
+        observed_communication_s: that, as much longer as its collectives were seen to take.
     """
 
     work: Work
@@ -49,6 +52,14 @@ class Compared:
     observed_s: float
     error_s: float
     count: int
+    predicted_communication_s: float = 0.0
+    observed_communication_s: float = 0.0
+
+    @property
+    def pair(self) -> Pair:
+        """What is corrected by it: of a block what it computes, since collectives have corrections of their own."""
+        computed_s = self.observed_s - self.observed_communication_s
+        return Pair(self.work, self.predicted_s - self.predicted_communication_s, computed_s)
 
     @property
     def off(self) -> float:
@@ -90,8 +101,12 @@ class Comparison:
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """What corrections are made of: every distinct block in each direction, and every collective."""
-        return tuple(Pair(row.work, row.predicted_s, row.observed_s) for row in self.rows)
+        """What corrections are made of: computing of every distinct block in each direction, and every collective.
+
+        A block that was seen to take no longer than what it communicates says nothing of computing.
+        """
+        pairs = (row.pair for row in self.rows)
+        return tuple(pair for pair in pairs if pair.predicted_s > 0 and pair.observed_s > 0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it for ``autopar profile --from``."""
@@ -139,31 +154,61 @@ def compare(
     """
     if document.pipeline is not None:
         raise PlanError("blocks of micro-batched steps are not compared: pmodel.timeline() shows such a step")
-    predicted = _predicted_blocks(document)
-    rows = []
-    for block in document.blocks:
-        for phase in ("forward", "backward"):
+    cost, axes = CostModel(document.cluster), {axis.name: axis for axis in document.mesh.axes}
+
+    def price(call: Collective) -> float:
+        return cost.collective_s(call.kind, axes[call.axis], call.bytes_in)
+
+    waited = []
+    for kind, each in collectives.items():
+        total = sum(count * price(call) for call, count in document.predicted.collectives if call.kind == kind)
+        if each and total:
+            waited.append(_row(kind, kind, "step", total, each))  # type: ignore[arg-type]
+    slower = {row.name: row.observed_s / row.predicted_s for row in waited}
+    predicted, rows = _predicted_blocks(document), []
+    for block, detail in zip(document.blocks, document.account.blocks, strict=True):
+        for phase in PHASES:
             seen = [each for number in block.at for each in blocks.get((number, phase), ())]
             expected = [predicted[number, phase] for number in block.at if blocks.get((number, phase))]
-            if seen and sum(expected):
-                rows.append(_row("compute", block.name or "(root)", phase, statistics.fmean(expected), seen))
-    cost = CostModel(document.cluster)
-    for kind, each in collectives.items():
-        calls = [(call, count) for call, count in document.predicted.collectives if call.kind == kind]
-        axes = {axis.name: axis for axis in document.mesh.axes}
-        total = sum(count * cost.collective_s(kind, axes[call.axis], call.bytes_in) for call, count in calls)
-        if each and total:
-            rows.append(_row(kind, kind, "step", total, each))  # type: ignore[arg-type]
+            if seen and sum(total for total, _ in expected):
+                total_s, communication_s = map(statistics.fmean, zip(*expected, strict=True))
+                calls = [(call, price(call) * n) for call, n in _calls(block, detail, phase, document.parameters)]
+                # What is copied around calls is computing, and what is hidden takes no seconds of the block.
+                called_s = sum(seconds for _, seconds in calls)
+                left = min(1.0, communication_s / called_s) if called_s else 0.0
+                was_s = sum(slower.get(call.kind, 1.0) * seconds for call, seconds in calls)
+                row = _row("compute", block.name or "(root)", phase, total_s, seen)
+                part = {"predicted_communication_s": left * called_s, "observed_communication_s": left * was_s}
+                rows.append(replace(row, **part))
+    rows += waited
     held = {**document.predicted.memory_bytes, "peak": document.predicted.peak_bytes}
     return Comparison(document.cluster, tuple(rows), {use: (held[use], memory[use]) for use in held if use in memory})
 
 
-def _predicted_blocks(document: Document) -> dict[tuple[int, str], float]:
+def _predicted_blocks(document: Document) -> dict[tuple[int, str], tuple[float, float]]:
+    """Seconds of every instance in each direction, and those of them in which it communicates."""
     found = {}
     for block in document.block_seconds:
-        found[block.number, "forward"] = sum(block.forward.values())
-        found[block.number, "backward"] = sum(block.backward.values())
+        for phase, seconds in zip(PHASES, (block.forward, block.backward), strict=True):
+            found[block.number, phase] = sum(seconds.values()), seconds["C"]
     return found
+
+
+def _calls(
+    block: BlockPlan, detail: BlockDetail, phase: str, parameters: Collection[str]
+) -> Iterator[tuple[Collective, float]]:
+    """The collectives in the seconds of a block, and how often an instance makes them on average.
+
+    Backward gathers parameters again where it recomputes; their gradients are reduced beside it.
+    """
+    instances, again = len(block.at), sum(block.recompute.values())
+    for op in detail.ops.values():
+        yield from ((call, 1.0) for call in op.inner if call.phase == phase)
+        for move in (*op.before, *op.after):
+            is_gathered = move.value in parameters
+            share = again / instances if is_gathered and phase == "backward" else 1.0
+            made_in = "forward" if is_gathered else phase
+            yield from ((call, share * move.times / instances) for call in move.calls if call.phase == made_in)
 
 
 def _row(work: Work, name: str, phase: str, predicted_s: float, seen: Sequence[float]) -> Compared:

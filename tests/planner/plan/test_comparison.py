@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from planner.base.errors import ClusterError, PlanError
+from planner.base.formatting import in_seconds
+from planner.cost.calibration import Calibration
 from planner.cost.model import CostModel
 from planner.plan.comparison import Comparison, compare, recalibrated
 from planner.plan.plan import Plan
@@ -25,10 +29,15 @@ def slowed(plan: Plan, factor: float) -> Comparison:
         off = factor * (1.2 if number % 2 else 0.8)
         blocks[each.number, "forward"] = [off * sum(each.forward.values())] * 2
         blocks[each.number, "backward"] = [off * sum(each.backward.values())] * 2
-    axes = {axis.name: axis for axis in plan.mesh.axes}
-    cost, gathers = CostModel(plan.cluster), [c for c in plan.predicted.collectives if c[0].kind == "all_gather"]
-    gathered_s = sum(n * cost.collective_s("all_gather", axes[call.axis], call.bytes_in) for call, n in gathers)
+    gathered_s = called_s(plan, "all_gather")
     return compare(plan, blocks, {"all_gather": [2 * gathered_s, 4 * gathered_s]}, {"parameters": 10})
+
+
+def called_s(plan: Plan, kind: str) -> float:
+    """Seconds of all calls of a collective in a step."""
+    axes, cost = {axis.name: axis for axis in plan.mesh.axes}, CostModel(plan.cluster)
+    calls = [(call, count) for call, count in plan.predicted.collectives if call.kind == kind]
+    return sum(count * cost.collective_s(kind, axes[call.axis], call.bytes_in) for call, count in calls)
 
 
 def test_rows_by_hand(plan: Plan) -> None:
@@ -64,7 +73,42 @@ def test_the_next_plan_is_priced_by_what_was_observed(plan: Plan) -> None:
     assert plan.interval_s is None and again.interval_s is not None
     low, high = again.interval_s
     assert low < again.predicted.step_time_s < high
-    assert f"({low * 1e3:.1f} ms to {high * 1e3:.1f} ms)" in str(again)
+    assert f"({in_seconds(low)} to {in_seconds(high)})" in str(again)
+
+
+@pytest.mark.parametrize("pin", [{"tensor": 4}, {"tensor": 4, "sequence_parallel": True}], ids=str)
+def test_a_slow_network_is_counted_once(pin: Mapping[str, Any]) -> None:
+    """Where collectives alone take four times as long, computing is corrected by nothing."""
+    pin = {**WHOLE, **pin, "recompute": "none"}
+    plan = plan_of(residual_mlp(6), pin=pin)
+    kinds = {call.kind for call, _ in plan.predicted.collectives}
+    four = [{"work": kind, "ratio": 4.0, "spread": 0.0, "count": 1} for kind in kinds]
+    facts = {"format": "autopar-calibration", "version": 2, "device": plan.cluster.device.kind}
+    true = Calibration.from_dict({**facts, "ranks": 1, "launch_s": 1e-6, "corrections": four})
+    slow = plan_of(residual_mlp(6), plan.cluster.calibrated(true), pin)
+    blocks = {}
+    for each in slow.block_seconds:
+        blocks[each.number, "forward"] = [sum(each.forward.values())]
+        blocks[each.number, "backward"] = [sum(each.backward.values())]
+    found = recalibrated([compare(plan, blocks, {kind: [called_s(slow, kind)] for kind in kinds}, {})]).calibration
+    assert found is not None and all(found.ratio(kind) == pytest.approx(4.0) for kind in kinds)
+    assert found.ratio("compute") == pytest.approx(1.0)
+
+
+def test_slow_gathers_of_parameters_are_counted_once(plan: Plan) -> None:
+    """Copies around calls are slowed with them here, which is a few percent of computing."""
+    blocks = {}
+    for each in plan.block_seconds:
+        for phase, parts in (("forward", each.forward), ("backward", each.backward)):
+            blocks[each.number, phase] = [sum(s * (4 if kind == "C" else 1) for kind, s in parts.items())]
+    kinds = {call.kind for call, _ in plan.predicted.collectives}
+    found = recalibrated([compare(plan, blocks, {kind: [4 * called_s(plan, kind)] for kind in kinds}, {})]).calibration
+    assert found is not None and found.ratio("compute") == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_block_that_takes_less_than_it_communicates_says_nothing_of_computing(plan: Plan) -> None:
+    fast = compare(plan, {(each.number, "forward"): [1e-9] for each in plan.block_seconds}, {}, {})
+    assert fast.rows and fast.pairs == ()
 
 
 def test_runs_that_were_priced_otherwise_are_not_mixed(plan: Plan) -> None:
