@@ -115,6 +115,8 @@ def exchange(
     Returns:
         Bytes that this rank sent.
     """
+    if group is not None:  # torch leaves undefined what comes of messages that only some ranks of a new group send
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
     sent_bytes = 0
     for each in _rounds(found, dtypes):
         outgoing, incoming = defaultdict[int, list[Transfer]](list), defaultdict[int, list[Transfer]](list)

@@ -15,10 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
 from autopar.checkpoint import live
+from autopar.checkpoint.exchange import Region, Transfer, exchange
+from autopar.checkpoint.parts import Box
 from autopar.checkpoint.together import Ranks
 from planner.base.errors import CheckpointError, InputError
 from tests.autopar import elastic, elastic_agents
@@ -103,6 +107,28 @@ def test_ranks_agree_on_who_is_near(here: tuple[int, ...], near: int, monkeypatc
     for count in here:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(count))
         assert live._spans(Machines(), live.RESHARDING) == (near, sum(here))
+
+
+@pytest.mark.parametrize("rank, messages", [(0, 1), (2, 0)])
+def test_all_ranks_of_a_new_group_meet_before_some_exchange_messages(
+    rank: int, messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def noted(name: str) -> None:
+        call = getattr(dist, name)
+        monkeypatch.setattr(dist, name, lambda *args, **kwargs: (calls.append(name), call(*args, **kwargs))[1])
+
+    noted("all_reduce"), noted("batch_isend_irecv")
+    whole, values = Region((0,), (4,)), torch.ones(4)
+    held = {"w": [(Box((0,), (4,), (0,)), values)]} if rank == 0 else {}
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+    try:
+        found, way = [Transfer("w", 0, 1, whole)], (dist.group.WORLD, torch.device("cpu"))
+        assert exchange(found, held, {}, {"w": values.dtype}, rank, *way) == messages * values.nbytes
+    finally:
+        dist.destroy_process_group()
+    assert calls == ["all_reduce", *["batch_isend_irecv"] * messages]
 
 
 def test_what_cannot_be_resharded_says_so() -> None:
