@@ -178,8 +178,9 @@ def compare(
                 left = min(1.0, communication_s / called_s) if called_s else 0.0
                 was_s = sum(slower.get(call.kind, 1.0) * seconds for call, seconds in calls)
                 row = _row("compute", block.name or "(root)", phase, total_s, seen)
-                part = {"predicted_communication_s": left * called_s, "observed_communication_s": left * was_s}
-                rows.append(replace(row, **part))
+                rows.append(
+                    replace(row, predicted_communication_s=left * called_s, observed_communication_s=left * was_s)
+                )
     rows += waited
     held = {**document.predicted.memory_bytes, "peak": document.predicted.peak_bytes}
     return Comparison(document.cluster, tuple(rows), {use: (held[use], memory[use]) for use in held if use in memory})
@@ -187,7 +188,7 @@ def compare(
 
 def _predicted_blocks(document: Document) -> dict[tuple[int, str], tuple[float, float]]:
     """Seconds of every instance in each direction, and those of them in which it communicates."""
-    found = {}
+    found: dict[tuple[int, str], tuple[float, float]] = {}
     for block in document.block_seconds:
         for phase, seconds in zip(PHASES, (block.forward, block.backward), strict=True):
             found[block.number, phase] = sum(seconds.values()), seconds["C"]
