@@ -195,7 +195,7 @@ def test_a_hook_clips_every_member_by_its_own_norm() -> None:
 def test_a_scaler_is_refused_whether_or_not_kernels_are_fused(make: Any) -> None:
     scaler, optimizer = torch.amp.GradScaler("cpu"), autopar.array(Perceptron, 2).optimizer(make)
     scaler.scale(torch.ones(()))
-    with pytest.raises(InputError, match="does not step under a GradScaler.*bfloat16"):
+    with pytest.raises(InputError, match=r"does not step under a GradScaler.*bfloat16"):
         scaler.step(optimizer)
 
 
