@@ -138,8 +138,8 @@ def _owned(
 
 
 def expect_state(optimizer: torch.optim.Optimizer, planned: int) -> None:
-    """Warn after the first step if the state takes more bytes per element of the parameters than were planned; with it
-    count the bytes by which a gradient in a wider dtype exceeds its parameter.
+    """Warn after the first step if the state takes more bytes per element of the parameters than were planned, owners'
+    of whole parameters included; with it count the bytes by which a gradient in a wider dtype exceeds its parameter.
     """
     looked = False
 
@@ -148,12 +148,11 @@ def expect_state(optimizer: torch.optim.Optimizer, planned: int) -> None:
         if looked:
             return
         elements = found = 0
-        for parameter, state in stepped.state.items():
-            held = local(parameter).numel()
-            values = [local(value) for value in state.values() if isinstance(value, Tensor)]
-            elements += held
-            found += sum(value.nbytes for value in values if value.numel() == held)
-            found += 0 if parameter.grad is None else local(parameter.grad).nbytes - local(parameter).nbytes
+        for parameter in (each for group in stepped.param_groups for each in group["params"] if each.grad is not None):
+            values = [local(value) for value in stepped.state[parameter].values() if isinstance(value, Tensor)]
+            elements += local(parameter).numel()
+            found += sum(value.nbytes for value in values if value.numel() > 1)
+            found += local(parameter.grad).nbytes - local(parameter).nbytes
         looked = elements > 0
         if found > planned * elements:
             needed = math.ceil(found / elements)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optim.master_weights import MASTER, class_with_masters, with_masters
+from autopar.runtime.optim.optimizer import expect_state
 from autopar.verification.memory_meter import LiveBytes
 from planner.base.errors import InfeasibleError, InputError, PlanError
 from planner.cost.cluster import ClusterSpec
@@ -499,6 +500,16 @@ def test_a_plan_that_counts_too_little_state_is_warned_of_once(alone: None) -> N
     optimizer.step()
     enough = pmodel.optimizer(torch.optim.SGD, master_dtype=torch.float32, lr=0.1, momentum=0.9)  # 8 bytes
     enough.step()
+
+
+def test_state_of_wholes_is_counted_beside_parts() -> None:
+    """4 elements, of which momentum takes 16 bytes, and an owner 256 more."""
+    part = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([part], lr=0.1, momentum=0.9)
+    expect_state(optimizer, planned=8)
+    part.grad, optimizer.state[part]["whole"] = torch.ones(4), torch.zeros(64)
+    with pytest.warns(UserWarning, match="68 bytes per element of the parameters, and the plan counts 8: 240 bytes"):
+        optimizer.step()
 
 
 def test_parallelize_plans_with_them(alone: None) -> None:
