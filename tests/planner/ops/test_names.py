@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 NAMING = {
     "planner/formulation/decision_names.py": "takes the prefix off names that people read",
+    "autopar/arrays/rules/table.py": "how torch's operators are called for several models at once, which takes torch",
     "autopar/capture/passes/contiguous_removal.py": "takes the prefix off, to ask what "
     "autopar/graph/local_arguments.py adapts",
     "autopar/graph/aten.py": "what autograd gives a gradient, and which results share memory, as traced",
