@@ -27,6 +27,8 @@ from planner.plan.document.detail import BlockDetail
 from planner.plan.document.document import BlockPlan, Document
 
 FORMAT, VERSION = "autopar-run", 2
+TELLING = 0.2
+"""Share of its seconds that a block is expected to compute at least, where it says something of computing."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,14 @@ class Comparison:
     def pairs(self) -> tuple[Pair, ...]:
         """What corrections are made of: computing of every distinct block in each direction, and every collective.
 
-        A block that was seen to take no longer than what it communicates says nothing of computing.
+        A block that does little but communicate says nothing of computing: what is left of it once communication is
+        taken off is how long ranks wait for one another.
         """
-        pairs = (row.pair for row in self.rows)
+        pairs = (
+            row.pair
+            for row in self.rows
+            if row.pair.predicted_s >= TELLING * (row.pair.predicted_s + row.observed_communication_s)
+        )
         return tuple(pair for pair in pairs if pair.predicted_s > 0 and pair.observed_s > 0)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,15 @@ def test_a_slow_network_is_counted_once(pin: Mapping[str, Any]) -> None:
     found = recalibrated([compare(plan, blocks, {kind: [called_s(slow, kind)] for kind in kinds}, {})]).calibration
     assert found is not None and all(found.ratio(kind) == pytest.approx(4.0) for kind in kinds)
     assert found.ratio("compute") == pytest.approx(1.0)
+
+
+def test_a_block_that_mostly_communicates_says_nothing_of_computing(plan: Plan) -> None:
+    """Ranks that wait in one for each other would else be taken for slow computing."""
+    rows = compare(plan, {(each.number, "forward"): [1.0] for each in plan.block_seconds}, {}, {}).rows
+    row = next(each for each in rows if each.pair.predicted_s > 0)
+    communicating = replace(row, observed_communication_s=4.04 * row.pair.predicted_s)
+    computing = replace(row, observed_communication_s=3.96 * row.pair.predicted_s)
+    assert Comparison(plan.cluster, (communicating, computing), {}).pairs == (computing.pair,)
 
 
 def test_a_block_that_takes_less_than_it_communicates_says_nothing_of_computing(plan: Plan) -> None:
