@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,14 +27,26 @@ class _MemberRows:
         values = local(stacked).detach()
         self.of = {member: nn.Parameter(row) for member, row in zip(members, values.unbind(), strict=True)}
         self._address = values.data_ptr()
+        itself = weakref.ref(self)
+
+        def arrived(_: Tensor) -> None:
+            if (rows := itself()) is not None:
+                rows.take_gradients([True] * (max(members, default=0) + 1))
+
+        stacked.register_post_accumulate_grad_hook(arrived)  # for whom looks at rows before the step
 
     def follow(self, running: Sequence[bool]) -> None:
         """Let rows lie where the stacked parameter does, and have its gradients; of members that are stopped, none."""
-        values, gradient = local(self.stacked).detach(), self.stacked.grad
+        values = local(self.stacked).detach()
         if values.data_ptr() != self._address:
             self._address = values.data_ptr()
             for row, value in zip(self.of.values(), values.unbind(), strict=True):
                 row.data = value
+        self.take_gradients(running)
+
+    def take_gradients(self, running: Sequence[bool]) -> None:
+        """Of members that are trained, those of the stacked parameter."""
+        gradient = self.stacked.grad
         gradients = [None] * len(self.of) if gradient is None else local(gradient).unbind()
         for (member, row), own in zip(self.of.items(), gradients, strict=True):
             row.grad = own if running[member] else None
@@ -50,8 +63,7 @@ def member_optimizer(
     """See :meth:`autopar.arrays.model_array.ModelArray.optimizer`."""
     if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)):
         raise InputError(f"an array's optimizer is made of a class, such as torch.optim.AdamW, not of {make!r}")
-    _check_options(make, vary)
-    own = [{**options, **{name: values[member] for name, values in vary.items()}} for member in range(members)]
+    own = _options(make, members, vary, options)
     module = array if parallel is None else parallel
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if parallel is not None:
@@ -69,7 +81,7 @@ def member_optimizer(
     asked_by_scaler = property(_refuse_scaler, lambda self, value: None)
     own_parts = {"zero_grad": zero_grad, "_step_supports_amp_scaling": asked_by_scaler, "__doc__": make.__doc__}
     kind = type(make.__name__, (make,), own_parts)
-    made = kind(groups, **{"fused": True} if takes_fused else {})
+    made = kind(groups, **{**own[0], **({"fused": True} if takes_fused else {})})
 
     def follow(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else options.get("closure")
@@ -98,15 +110,41 @@ def set_running(parallel: ParallelModule, running: Tensor) -> None:
         parallel.get_buffer(RUNNING_MODELS).copy_(running[[*_members(parallel, RUNNING_MODELS, len(running))]])
 
 
-def _check_options(make: type[torch.optim.Optimizer], vary: Mapping[str, Any]) -> None:
+def _options(
+    make: type[torch.optim.Optimizer], members: int, vary: Mapping[str, Sequence[Any]], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Hyper-parameters of every member; raises :class:`InputError` where the class does not take them."""
+    name_of = make.__name__
     known = [name for name in inspect.signature(make).parameters if name != "params"]
-    for name in vary:
+    for name in (*vary, *options):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
             raise InputError(
-                f"vary: {make.__name__} has no hyper-parameter {name!r}; "
+                f"{'vary: ' if name in vary else ''}{name_of} has no hyper-parameter {name!r}; "
                 f"{'close' if near else 'there'} are: {', '.join(near or known)}"
             )
+    twice = sorted(vary.keys() & options.keys())
+    if twice:
+        raise InputError(
+            f"vary has a {twice[0]!r} for each member, and {twice[0]}={options[twice[0]]!r} is given for all: leave "
+            "one out"
+        )
+    found = [{**options, **{name: values[member] for name, values in vary.items()}} for member in range(members)]
+    for member, own in enumerate(found):
+        try:
+            make([torch.zeros(1, requires_grad=True)], **own)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"{name_of} does not take the hyper-parameters of member {member}, {own}: {error}"
+            ) from error
+    try:
+        make([{"params": [torch.zeros(1, requires_grad=True)]} for _ in range(2)], **found[0])
+    except ValueError as error:
+        raise InputError(
+            f"{name_of} steps all parameters as one and takes no groups of them ({error}), and members need one each: "
+            "take an optimizer with groups (AdamW, SGD ...), or train members one after another"
+        ) from error
+    return found
 
 
 def _check_parallel(

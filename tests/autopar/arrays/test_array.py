@@ -199,6 +199,19 @@ def test_a_scaler_is_refused_whether_or_not_kernels_are_fused(make: Any) -> None
         scaler.step(optimizer)
 
 
+def test_rows_have_their_gradients_after_backward() -> None:
+    """For whom looks at them before the step: what clips them, or divides them by a scale."""
+    array, given = autopar.array(Perceptron, 2).double(), batch(own=False)
+    optimizer, scaler = array.optimizer(torch.optim.SGD), torch.amp.GradScaler("cpu", init_scale=4.0)
+    array(**given).loss.backward()
+    once = [parameter.grad.clone() for parameter in array.parameters() if parameter.requires_grad]
+    optimizer.zero_grad()
+    scaler.scale(array(**given).loss).backward()
+    scaler.unscale_(optimizer)
+    for one, parameter in zip(once, filter(lambda each: each.requires_grad, array.parameters()), strict=True):
+        torch.testing.assert_close(parameter.grad, one)
+
+
 def test_metrics_have_a_dim_of_members() -> None:
     members = doubled(Perceptron)
     given = batch(own=False)
@@ -378,6 +391,31 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "no dim of members": (
         lambda: autopar.array(WIDER, 2, own_inputs=["x"])(torch.ones(5, 6), torch.ones(5, dtype=torch.long)),
         r"input 'x' is one of own_inputs, and has shape \(5, 6\): its first dim must be that of the 2 members",
+    ),
+    "a function that makes no model": (lambda: autopar.array(lambda: 3, 2), "models makes 3, which is no torch.nn.Mod"),
+    "a loss, and inputs by place": (
+        lambda: autopar.array(nn.Linear(3, 3), 2, loss_fn=lambda out, batch: out.sum())(torch.ones(3)),
+        r"an array with a loss_fn is called with the batch by name: array\(x=\.\.\., target=\.\.\.\)",
+    ),
+    "an optimizer without groups": (
+        lambda: autopar.array(WIDER, 2).optimizer(torch.optim.LBFGS),
+        "LBFGS steps all parameters as one and takes no groups .* or train members one after another",
+    ),
+    "a value for all beside one for each": (
+        lambda: autopar.array(WIDER, vary={"lr": [0.1, 0.2]}).optimizer(torch.optim.Adam, lr=1.0),
+        "vary has a 'lr' for each member, and lr=1.0 is given for all",
+    ),
+    "an option that there is not": (
+        lambda: autopar.array(WIDER, 2).optimizer(torch.optim.Adam, betta=1.0),
+        "Adam has no hyper-parameter 'betta'; close are: betas",
+    ),
+    "a value that the optimizer does not take": (
+        lambda: autopar.array(WIDER, vary={"lr": [0.1, -0.2]}).optimizer(torch.optim.Adam),
+        "Adam does not take the hyper-parameters of member 1, {'lr': -0.2}: Invalid learning rate: -0.2",
+    ),
+    "the state of more members": (
+        lambda: autopar.array(WIDER, 2).load_state_dict(autopar.array(WIDER, 3).state_dict()),
+        "the state is of an array of 3 members, and this one has 2",
     ),
     "no such member": (lambda: autopar.array(WIDER, 2).member(2), "there is no member 2"),
     "what no program holds": (lambda: autopar.array(Branching(), 2)(torch.ones(3)), "Branching"),
