@@ -4,52 +4,19 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from autopar.arrays.member_rows import MemberRows, members_of
+from autopar.arrays.member_state import MemberState
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optim.optimizer import CHOSEN, is_elementwise
 from autopar.runtime.optim.parts import evaluated, local
-from autopar.runtime.spmd.mesh import rows_of
 from planner.base.errors import InputError
 from planner.formulation.constraints.labels import RUNNING_MODELS
-
-
-class _MemberRows:
-    """A stacked parameter, and a parameter of its own for each member of which this rank holds something."""
-
-    def __init__(self, stacked: Tensor, members: Sequence[int]):
-        self.stacked = stacked
-        values = local(stacked).detach()
-        self.of = {member: nn.Parameter(row) for member, row in zip(members, values.unbind(), strict=True)}
-        self._address = values.data_ptr()
-        itself = weakref.ref(self)
-
-        def arrived(_: Tensor) -> None:
-            if (rows := itself()) is not None:
-                rows.take_gradients([True] * (max(members, default=0) + 1))
-
-        stacked.register_post_accumulate_grad_hook(arrived)  # for whom looks at rows before the step
-
-    def follow(self, running: Sequence[bool]) -> None:
-        """Let rows lie where the stacked parameter does, and have its gradients; of members that are stopped, none."""
-        values = local(self.stacked).detach()
-        if values.data_ptr() != self._address:
-            self._address = values.data_ptr()
-            for row, value in zip(self.of.values(), values.unbind(), strict=True):
-                row.data = value
-        self.take_gradients(running)
-
-    def take_gradients(self, running: Sequence[bool]) -> None:
-        """Of members that are trained, those of the stacked parameter."""
-        gradient = self.stacked.grad
-        gradients = [None] * len(self.of) if gradient is None else local(gradient).unbind()
-        for (member, row), own in zip(self.of.items(), gradients, strict=True):
-            row.grad = own if running[member] else None
 
 
 def member_optimizer(
@@ -68,30 +35,31 @@ def member_optimizer(
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if parallel is not None:
         _check_parallel(make, parallel, own)
-    rows = [_MemberRows(each, _members(parallel, name, members)) for name, each in trained.items()]
-    of_members = [[each.of[member] for each in rows if member in each.of] for member in range(members)]
-    groups = [{**own[member], "params": held} for member, held in enumerate(of_members) if held]
+    rows = {name: MemberRows(each, members_of(parallel, name, members)) for name, each in trained.items()}
+    of_members = {m: [each.of[m] for each in rows.values() if m in each.of] for m in range(members)}
+    groups = {member: {**own[member], "params": held} for member, held in of_members.items() if held}
     takes_fused = "fused" in inspect.signature(make).parameters and not CHOSEN & options.keys()
 
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        for each in rows:
+        for each in rows.values():
             each.stacked.grad = None
         make.zero_grad(self, set_to_none)
 
     asked_by_scaler = property(_refuse_scaler, lambda self, value: None)
     own_parts = {"zero_grad": zero_grad, "_step_supports_amp_scaling": asked_by_scaler, "__doc__": make.__doc__}
     kind = type(make.__name__, (make,), own_parts)
-    made = kind(groups, **{**own[0], **({"fused": True} if takes_fused else {})})
+    made = kind([*groups.values()], **{**own[0], **({"fused": True} if takes_fused else {})})
 
     def follow(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else options.get("closure")
         loss = evaluated(closure)  # which makes the gradients
         runs = array.get_buffer(RUNNING_MODELS).tolist()
-        for each in rows:
+        for each in rows.values():
             each.follow(runs)
         return None if closure is None else ((optimizer, lambda: loss), {})
 
     made.register_step_pre_hook(follow)
+    made.as_saved = MemberState(made, array, parallel, rows, [*groups])
     return made
 
 
@@ -101,13 +69,6 @@ def _refuse_scaler(optimizer: torch.optim.Optimizer) -> bool:
         "an array's optimizer does not step under a GradScaler, whose one scale would skip steps of all members where "
         "one overflows: train in bfloat16, which needs no scaler, and call optimizer.step()"
     )
-
-
-def set_running(parallel: ParallelModule, running: Tensor) -> None:
-    """Tell a parallel module's part of the buffer which members are trained."""
-    leaf = parallel.stored.get(RUNNING_MODELS)
-    if leaf is not None:
-        parallel.get_buffer(RUNNING_MODELS).copy_(running[[*_members(parallel, RUNNING_MODELS, len(running))]])
 
 
 def _options(
@@ -168,12 +129,3 @@ def _is_cut_inside(parallel: ParallelModule, name: str) -> bool:
     """Whether ranks hold parts of a member's tensor."""
     leaf = parallel.stored[name]
     return leaf.kind == "param" and local(parallel.get_parameter(name)).shape[1:] != leaf.shape[1:]
-
-
-def _members(parallel: ParallelModule | None, name: str, members: int) -> Sequence[int]:
-    """The members of whose tensor of a name this rank holds something."""
-    if parallel is None:
-        return range(members)
-    leaf = parallel.stored[name]
-    first, *_ = rows_of(leaf.shape, leaf.layout, parallel.mesh, parallel.rank)
-    return torch.arange(members)[first].tolist()

@@ -12,7 +12,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from autopar.arrays.member_optimizer import member_optimizer, set_running
+from autopar.arrays.member_optimizer import member_optimizer
+from autopar.arrays.member_rows import set_running
 from autopar.arrays.members import stack, with_tensors
 from autopar.arrays.stacked_program import StackedProgram, stacked_program
 from autopar.capture.capture import ONLY, Captured, LossFn, accepted_names, capture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.arrays.model_array import ModelArray
-from planner.base.errors import InputError, PlanWarning
+from planner.base.errors import CheckpointError, InputError, PlanWarning
 
 MEMBERS, STEPS = 3, 4
 RATES = {"lr": [0.1, 0.03, 0.2], "weight_decay": [0.0, 0.1, 0.01]}
@@ -268,6 +269,38 @@ def test_a_member_is_a_model_of_its_class_and_what_is_stacked_loads_again() -> N
     with torch.no_grad():
         found.norm.weight.zero_()
     check_equal(array, members)
+
+
+def test_a_checkpoint_has_what_members_have(tmp_path: Path) -> None:
+    """Of one that stopped before it began, too; rates are those that a schedule has come to."""
+    given = batch(own=False)
+
+    def begun(seed: int) -> tuple[ModelArray, Any, Any]:
+        made = autopar.array(lambda: Perceptron().double(), MEMBERS, vary=RATES, seed=seed)
+        optimizer = made.optimizer(torch.optim.AdamW)
+        return made, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def steps(made: ModelArray, optimizer: Any, schedule: Any) -> None:
+        for _ in range(2):
+            made(**given).loss.backward()
+            optimizer.step(), schedule.step(), optimizer.zero_grad()
+
+    run, other = begun(0), begun(7)
+    run[0].stop(1)
+    steps(*run)
+    autopar.save_checkpoint(tmp_path, run[0], run[1], extra={"schedule": run[2]})
+    steps(*run)
+    autopar.load_checkpoint(tmp_path, other[0], other[1], extra={"schedule": other[2]})
+    assert other[0].stopped == (1,)
+    steps(*other)
+    for name, value in run[0].state_dict().items():
+        assert torch.equal(other[0].state_dict()[name], value), name
+    for one, another in zip(run[1].param_groups, other[1].param_groups, strict=True):
+        assert one["lr"] == another["lr"]
+    assert [len(run[1].state[p]) for p in run[1].param_groups[1]["params"]] == [0, 0, 0]
+    assert [len(other[1].state[p]) for p in other[1].param_groups[1]["params"]] == [0, 0, 0]
+    with pytest.raises(CheckpointError, match=r"no option 'alpha', which this one \(RMSprop\) has"):
+        autopar.load_checkpoint(tmp_path, other[0], other[0].optimizer(torch.optim.RMSprop))
 
 
 def test_what_no_rule_stacks_runs_for_each_member_and_is_told() -> None:
