@@ -59,8 +59,8 @@ DIFFERS = (
     "complex numbers, which inductor does not fuse; eager layers are recomputed whole, without an early stop, since "
     "torchtitan #1580 (August 2025). Peaks are those of plans, with shards that are the masters, embedding and head "
     "gathered all along, what eager layers cache of kept products though backward needs it not, and one copy more of "
-    "the logits in the loss of DTensors; times 1.2, which the allocator reserves (torchtitan #135). pytorch #149990 does not say its "
-    "local batch: that of the team's later runs is taken, and what it calls GB is what torchtitan logs, GiB"
+    "the logits in the loss of DTensors; times 1.2, which the allocator reserves (torchtitan #135). pytorch #149990 "
+    "does not say its local batch: that of the team's later runs is taken, and what it calls GB is what torchtitan logs, GiB"
 )
 
 
