@@ -60,7 +60,8 @@ DIFFERS = (
     "torchtitan #1580 (August 2025). Peaks are those of plans, with shards that are the masters, embedding and head "
     "gathered all along, what eager layers cache of kept products though backward needs it not, and one copy more of "
     "the logits in the loss of DTensors; times 1.2, which the allocator reserves (torchtitan #135). pytorch #149990 "
-    "does not say its local batch: that of the team's later runs is taken, and what it calls GB is what torchtitan logs, GiB"
+    "does not say its local batch: that of the team's later runs is taken, and what it calls GB is what torchtitan "
+    "logs, GiB"
 )
 
 
