@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import autopar
 from planner.cost.cluster import ClusterSpec
 
-MEMBERS, STEPS, WARMUP, ROUNDS = 8, 40, 5, 5
+MEMBERS, STEPS, WARMUP, ROUNDS = 8, 40, 5, 3
 COUNTS = (1, 8, 32)
 """Members of arrays that are priced."""
 HOST_S = 20e-6
