@@ -274,7 +274,7 @@ def on_paper() -> list[OnPaper]:
     for kind, given in BATCHES.items():
         batch = {name: value.to("meta") for name, value in given().items()}
         batch = {name: value.half() if value.is_floating_point() else value for name, value in batch.items()}
-        steps, host_bound = [], []
+        steps, host_bound = list[tuple[int, float, int]](), list[tuple[int, float, int]]()
         for members in COUNTS:
             with torch.device("meta"):
                 array = autopar.array(kind, members).half()

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -35,7 +35,6 @@ from planner.formulation.resharding import local_bytes
 from planner.formulation.training import Training
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import Axis
-from planner.ops import OPS
 from planner.search.branch_and_bound import Searched
 from planner.search.candidates import PROVED
 from planner.search.search import search
@@ -140,6 +139,9 @@ class Free:
         )
 
 
+R = TypeVar("R", bound="Run")
+
+
 @dataclass(frozen=True)
 class Run(Compared):
     """A published run and its plan.
@@ -238,12 +240,12 @@ def titan(which: str, model: Mapping[str, Any], row: Mapping[str, Any]) -> list[
             continue
         left = {"copies": copies_s(found)}
         if level == "full":
-            run = _with(replace(run, pin={**pin, "recompute": "full in every other block"}), _half(found))
+            run = repriced(replace(run, pin={**pin, "recompute": "full in every other block"}), _half(found))
         runs.append(_freely(replace(run, besides=left), traced, cluster, TRAINING))
     return runs
 
 
-def priced(run: Run, traced: Traced, cluster: ClusterSpec, training: Training) -> tuple[Run, Searched | None]:
+def priced(run: R, traced: Traced, cluster: ClusterSpec, training: Training) -> tuple[R, Searched | None]:
     """The run with its plan, if there is one."""
     start = time.perf_counter()
     try:
@@ -251,10 +253,11 @@ def priced(run: Run, traced: Traced, cluster: ClusterSpec, training: Training) -
     except AutoparError as error:
         return replace(run, why=str(error)), None
     plan_s = traced.capture_s + time.perf_counter() - start
-    return _with(replace(run, plan_s=plan_s, gap=found.gap), found), found
+    return repriced(replace(run, plan_s=plan_s, gap=found.gap), found), found
 
 
-def _with(run: Run, found: Searched) -> Run:
+def repriced(run: R, found: Searched) -> R:
+    """The run as a plan predicts it."""
     predicted = (
         predict(found.assignment, found.evaluation.time_s)
         if found.staged is None
@@ -344,7 +347,7 @@ def besides(found: Searched) -> dict[str, float]:
     stages, micro_batches = space.stages, mesh.micro_batches
     pieces = 1 if found.staged is None else found.staged.pipeline.virtual_stages
     layers = max(space.folded.kinds, key=len)
-    left = {"recomputed": _skipped_s(assignment), "fused": 0.0}
+    left = {"recomputed": skipped_s(assignment), "fused": 0.0}
     for node in layers[0].block.nodes:
         if node.op == "aten.dropout.default":
             size = local_bytes(node.results[0], assignment.choice(node).results[0], mesh)
@@ -357,7 +360,7 @@ def besides(found: Searched) -> dict[str, float]:
     return {what: each_s for what, each_s in left.items() if each_s}
 
 
-def _skipped_s(assignment: Assignment) -> float:
+def skipped_s(assignment: Assignment) -> float:
     """Seconds of what one layer does forward and full recomputation does not do again: its last sum."""
     space, skipped_s = assignment.space, 0.0
     kind, layers = max(enumerate(space.folded.kinds), key=lambda each: len(each[1]))
@@ -375,18 +378,6 @@ def copies_s(found: Searched) -> float:
     space = found.assignment.space
     elements = sum(leaf.results[0].numel for leaf in space.graph.leaves if leaf.op == "param")
     return float(space.cost.compute_s(0.0, (2 * 2 * HALF + HALF + FULL) * elements, "bfloat16"))
-
-
-def made_again_s(found: Searched) -> float:
-    """Seconds of every other product of the layers, which torchtitan recomputes where it does so by operator."""
-    assignment = found.assignment
-    space, seconds = assignment.space, 0.0
-    layers = max(space.folded.kinds, key=len)
-    for node in layers[0].block.nodes:
-        row = OPS.get(node.op)
-        if row is not None and row.contracts:
-            seconds += space.work(node, assignment.choice(node)).forward_s
-    return len(layers) * seconds / 2
 
 
 def _sending_s(assignment: Assignment, values: Iterable[Ref]) -> float:

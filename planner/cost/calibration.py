@@ -209,6 +209,11 @@ class Calibration(Described):
         rows |= {("stream", c.family, c.backward): c for c in self.streams}
         return rows
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether rates were measured, and not only closed forms corrected."""
+        return any((self.products, self.attention, self.streams, self.collectives))
+
     def ratio(self, work: str) -> float:
         """What predicted seconds of a kind of work are multiplied by."""
         return next((each.ratio for each in self.corrections if each.work == work), 1.0)

@@ -247,6 +247,22 @@ class ClusterSpec(Described):
         return self
 
     @model_validator(mode="after")
+    def _in_float8_where_that_has_a_price(self) -> ClusterSpec:
+        if not self.software.float8:
+            return self
+        if self.device.peak_flops_per_s.float8_e4m3fn is None:
+            raise ClusterError(
+                f"software says float8, but {self.device.kind!r} states no peak for it: add "
+                "device.peak_flops_per_s.float8_e4m3fn, such as 1979 TFLOP/s, or leave float8 out"
+            )
+        if self.calibration is not None and self.calibration.products:
+            raise ClusterError(
+                "software says float8, but the calibration has products as they were measured, none of them in float8: "
+                "leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _calibrated_for_this(self) -> ClusterSpec:
         found = self.calibration
         if found is None:

@@ -124,7 +124,7 @@ class CostModel:
         """The affine price of each algorithm for this collective; the library picks the cheapest."""
         key = (kind, axis.size, axis.stride)
         if key not in self._terms:
-            ratio = 1.0 if self.cluster.calibration is None else self.cluster.calibration.ratio(kind)
+            ratio = self._correction(kind)
             terms = _terms_of(self.cluster, kind, axis)
             self._terms[key] = tuple(Term(ratio * each.latency_s, ratio * each.seconds_per_byte) for each in terms)
         return self._terms[key]
@@ -172,7 +172,7 @@ class CostModel:
             if kernel is None
             else self._measured_s(kernel, float(bytes_moved if known_by is None else known_by), dtype, launches)
         )
-        ratio = 1.0 if self.cluster.calibration is None else self.cluster.calibration.ratio("compute")
+        ratio = self._correction("compute")
         if measured_s is not None:
             return ratio * measured_s
         device = self.cluster.device
@@ -185,13 +185,19 @@ class CostModel:
             return np.asarray(ratio * (np.maximum(work_s, memory_s) + start_s), dtype=np.float64)
         return ratio * (max(work_s, memory_s) + start_s)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether all prices are closed forms, corrected or not: of tables nothing is known beforehand."""
+        measured = self.cluster.calibration
+        return measured is None or not measured.has_tables
+
     def least_s(self, flops: float, bytes_moved: float, dtype: str, kernel: Kernel | None) -> float:
         """Seconds of all devices together that local work takes at least, however it is cut among them; starts aside.
 
         Arguments are those of :meth:`compute_s` for the whole work. Nothing is known of rates that were measured.
         """
         device = self.cluster.device
-        if self.cluster.calibration is not None:
+        if not self.is_closed:
             return 0.0
         work_s = flops / (device.peak(dtype) * device.matmul_efficiency)
         if isinstance(kernel, Product):
@@ -199,7 +205,17 @@ class CostModel:
             work_s = product_at_least_s(device, kernel, *taken)
         elif isinstance(kernel, Attention):
             work_s = kernel.flops / (device.peak(dtype) * device.attention[kernel.is_backward])
-        return max(work_s, bytes_moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency))
+        memory_s = bytes_moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+        return self._correction("compute") * max(work_s, memory_s)
+
+    @property
+    def least_start_s(self) -> float:
+        """Seconds that a kernel takes at least, however small it is."""
+        return self._correction("compute") * self.cluster.device.launch_overhead_s if self.is_closed else 0.0
+
+    def _correction(self, work: str) -> float:
+        """What closed forms are multiplied by, as steps that ran took so much longer."""
+        return 1.0 if self.cluster.calibration is None else self.cluster.calibration.ratio(work)
 
     def _is_in_float8(self, product: Product, dtype: str) -> bool:
         return self.cluster.software.float8 and product.batch == 1 and ITEM_BYTES.get(dtype) == 2

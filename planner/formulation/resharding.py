@@ -103,6 +103,26 @@ PriceOf = Callable[[str, Axis, Ints, bool], Floats]
 """Seconds of a collective of a kind, on an axis, of bytes that each rank passes in; whether parameters share it."""
 
 
+class Hidden(NamedTuple):
+    """What runs beside the communication of one value, and hides it.
+
+    Attributes:
+        seconds: that it lasts, each way.
+        kinds: of the collectives that it hides.
+        in_pieces: whether ranks communicate piece by piece, and wait for one.
+    """
+
+    seconds: float
+    kinds: tuple[str, ...]
+    in_pieces: bool
+
+    def of(self, kind: str, axis: Axis) -> float:
+        """The share of a collective that may be hidden."""
+        if kind not in self.kinds or axis.name == MICRO:
+            return 0.0
+        return 1 - 1 / axis.size if self.in_pieces else 1.0
+
+
 def _letter(local_type: LocalType) -> str:
     return "S" if isinstance(local_type, Shard) else local_type.letter
 
@@ -203,6 +223,7 @@ class ReshardingTable:
         together: see :func:`passes`.
         is_gathered: the value is a parameter that its block gathers with others. One call reduces their gradients to
             where they are stored; so none is gathered by itself to have its gradient summed whole.
+        hidden: what hides communication, once of a whole route.
 
     Attributes:
         layouts: every layout considered, valid for the shape.
@@ -222,6 +243,7 @@ class ReshardingTable:
         first_is_last: bool = False,
         together: int = 0,
         is_gathered: bool = False,
+        hidden: Hidden | None = None,
     ):
         self.tensor, self.mesh = tensor, mesh
         types: list[LocalType] = [R, P, *sorted(shards)] if not tensor.grad else [R, I, P, *sorted(shards)]
@@ -237,6 +259,7 @@ class ReshardingTable:
         np.fill_diagonal(forward, 0.0)
         np.fill_diagonal(backward, 0.0)
         is_last = np.zeros((count, count), np.bool_)  # steps that nothing follows but others such
+        hideable = np.zeros((2, count, count))
         held = self.held = np.array([*held_in.values()], np.int64)
         for number, axis in enumerate(mesh.axes):
             silent = np.zeros(count)
@@ -256,6 +279,10 @@ class ReshardingTable:
             is_shared = _IS_GATHERED[rules] if together else 0
             forward[src, dst] = prices[is_shared, _FORWARD[rules], src] + moved_s(there)
             backward[src, dst] = prices[is_shared, _BACKWARD[rules], dst] + moved_s(back) if tensor.grad else 0.0
+            if hidden is not None:
+                shares = np.array([hidden.of(kind, axis) for kind in _KINDS])
+                for phase, kinds, passed in ((0, _FORWARD[rules], src), (1, _BACKWARD[rules], dst)):
+                    hideable[phase, src, dst] = shares[kinds] * np.nan_to_num(prices[is_shared, kinds, passed])
             if is_gathered:
                 is_last[src, dst] = rules == _RULES.index("S>I")
         lasts = np.where(is_last, np.stack([forward, backward]), np.inf)
@@ -264,6 +291,9 @@ class ReshardingTable:
         self._before_last = _lengthen(forward, backward, lasts, len(mesh.axes))
         self.forward_s: Floats = forward
         self.backward_s: Floats = backward
+        if hidden is not None:
+            for seconds, each in zip((forward, backward), hideable, strict=True):
+                seconds -= np.minimum(self._along_routes(each), hidden.seconds)
 
     def numbers(self, laid: Laid) -> Ints:
         """The number of the layout that each of several choices gives the value."""
@@ -276,7 +306,10 @@ class ReshardingTable:
         types = {layout[0]: None for layout in self.layouts}
         first = np.array([[*types].index(layout[0]) for layout in self.layouts])
         sums = (first[:, None] != first) & np.isfinite(self.backward_s)
-        step_s = np.where(sums, self.backward_s, 0.0)
+        return self._along_routes(np.where(sums, self.backward_s, 0.0))
+
+    def _along_routes(self, step_s: Floats) -> Floats:
+        """Matrix [from, to] of what steps have, added up along the routes."""
         found = step_s.copy()
         _add_up(found, self._via, found)
         _add_up(found, self._before_last, step_s)

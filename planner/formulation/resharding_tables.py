@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
 
 from planner.cost.model import CostModel
+from planner.cost.software import Overlap
 from planner.formulation.choices import laid_at_head, laid_at_tail
 from planner.formulation.decisions import DecisionGraph, Together
 from planner.formulation.local_costs import OVERLAP
 from planner.formulation.node_options import NodeOptions
-from planner.formulation.resharding import ReshardingTable
+from planner.formulation.resharding import Hidden, ReshardingTable
 from planner.formulation.strategies import shards_of
 from planner.formulation.unsharding import Unsharding
 from planner.formulation.variables import Variable
@@ -21,8 +23,11 @@ from planner.ir.layout import MICRO, Axis, LocalType
 from planner.ops import OPS
 from planner.solve.problem import Floats, Ints
 
-HIDDEN = {"gathers": ("all_gather",), "tensor": ("all_gather", "reduce_scatter")}
-"""What software overlaps with products."""
+HIDDEN: Mapping[Overlap, tuple[tuple[str, ...], bool]] = {
+    "gathers": (("all_gather",), False),
+    "tensor": (("all_gather", "reduce_scatter"), True),
+}
+"""The collectives that software overlaps with products, and whether piece by piece."""
 BUCKET_BYTES = 25 * 2**20
 NOT_GATHERED = Together(0, 1.0)
 """Of what is no parameter that one operator of one block reads."""
@@ -70,8 +75,8 @@ class ReshardingTables:
         comes = is_param and not self.unsharding.once_per_step, is_param and self.unsharding.all_reduces_once
         together, is_gathered = self.together(ref), self.variables.variable_of[ref.node] in self.decision_graph.together
         beside = self.unsharding.overlaps_gather, self.unsharding.overlaps_reduce
-        hidden_s = self.hidden_s(ref)
-        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_gathered, beside, hidden_s)
+        hidden = self.hidden(ref)
+        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_gathered, beside, hidden)
         if key not in self._tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
@@ -79,9 +84,6 @@ class ReshardingTables:
             def price(kind: str, axis: Axis, bytes_in: Ints, is_shared: bool) -> Floats:
                 parts = self.parts(ref, kind, axis)
                 if axis.name != MICRO:
-                    if hidden_s and kind in HIDDEN["gathers" if is_param else "tensor"]:
-                        seconds = self.cost.collective_s(kind, axis, bytes_in)
-                        return np.maximum(seconds - hidden_s, 0.0 if is_param else seconds / axis.size) / parts
                     if not is_shared:
                         return self.cost.collective_s(kind, axis, bytes_in) / parts
                     is_beside = (
@@ -106,23 +108,41 @@ class ReshardingTables:
                 is_summed_first,
                 together.parameters,
                 is_gathered,
+                hidden,
             )
         return self._tables[key]
 
-    def hidden_s(self, ref: Ref) -> float:
-        """Seconds of communication that the products hide which read or make a value, where the software overlaps
-        them: each rank's share of what they compute, however that is sharded. Gathers are beside the block before,
-        whose products are as those of the same block are, weight by weight.
+    def hidden(self, ref: Ref) -> Hidden | None:
+        """What hides the communication of a value where the software overlaps it: each rank's share of what the
+        products that read it compute, or the one that makes it, however that is sharded, as far as they hide nothing
+        else. Gathers are beside the block before, whose products are as those of the same block are, weight by weight.
         """
-        maker, overlaps = self.graph.by_name[ref.node], self.cost.cluster.software.overlaps
+        maker, software = self.graph.by_name[ref.node], self.cost.cluster.software
         is_param = maker.op == "param"
-        if ("gathers" if is_param else "tensor") not in overlaps or (maker.is_leaf and not is_param):
-            return 0.0
-        readers = [node for node, _ in self.graph.users.get(ref, ())]
-        products = [node for node in readers if (row := OPS.get(node.op)) is not None and row.contracts]
-        row = OPS.get(maker.op)
-        products = products or ([maker] if row is not None and row.contracts else [])
-        return OVERLAP[self.cost.cluster.backend] * sum(self._shared_s(node) for node in products)
+        overlap: Overlap = "gathers" if is_param else "tensor"
+        if overlap not in software.overlaps or (maker.is_leaf and not is_param):
+            return None
+        products = dict.fromkeys(node for node, _ in self.graph.users.get(ref, ()) if _contracts(node))
+        hiding = products or ([maker] if _contracts(maker) else [])
+        seconds = math.fsum(self._shared_s(node) * self._part(ref, node) for node in hiding)
+        return Hidden(OVERLAP[self.cost.cluster.backend] * seconds, *HIDDEN[overlap]) if seconds else None
+
+    def _part(self, ref: Ref, product: Node) -> float:
+        """The part of a product's seconds that hides the communication of one value, by bytes of all that it hides.
+
+        On an axis either what a product reads is gathered or what it makes is scattered: a result is partial where the
+        operands are cut alike. So parameters share with the larger of the two.
+        """
+        overlaps, by_name = self.cost.cluster.software.overlaps, self.graph.by_name
+        size = self.graph.type_of(ref).size_bytes
+        read = {each: self.graph.type_of(each).size_bytes for each in product.inputs}
+        parameters = sum(size for each, size in read.items() if by_name[each.node].op == "param")
+        operands = sum(size for each, size in read.items() if not by_name[each.node].is_leaf)
+        beside = parameters if "gathers" in overlaps else 0
+        if by_name[ref.node].op == "param":
+            made = sum(tensor.size_bytes for tensor in product.results)
+            return size / (beside + (max(operands, made) if "tensor" in overlaps else 0))
+        return size / (beside + (operands if ref in read else size))
 
     def _shared_s(self, product: Node) -> float:
         """Seconds of a product that all ranks, and micro-batches, share."""
@@ -163,3 +183,8 @@ class ReshardingTables:
             elif head[0] == "output":
                 every.append(laid_at_head(self.options.of_output(cast(int, head[1])), 0))
         return frozenset(layout[0] for laid in every for layout in laid.layouts)
+
+
+def _contracts(node: Node) -> bool:
+    row = OPS.get(node.op)
+    return row is not None and row.contracts

@@ -67,7 +67,7 @@ class ParallelConfig:
         """Micro-batches that the average rank holds, about: half as many as stages, where there are so many."""
         return min(self.mesh.micro_batches, (self.stages + 1) / 2)
 
-    @property
+    @cached_property
     def any_micro_batches(self) -> tuple[int, Mesh, Unsharding]:
         """What is the same of configurations that differ in micro-batches."""
         return self.stages, self.mesh.micro_batched(1), self.unsharding
@@ -338,21 +338,20 @@ class Arithmetic:
     """What a step takes at least, however divided: the work of every operator, cut as well as can be, and the start of
     every operator that runs.
 
-    With a calibration rates are measured, and nothing is known beforehand.
+    Of rates that were measured nothing is known beforehand.
     """
 
     def __init__(self, decision_graph: DecisionGraph, cost: CostModel, training: Training):
         self._decision_graph = decision_graph
         self._kinds = [instance.kind for instance in decision_graph.folded.instances]
         self._of = {kind: Least() for kind in self._kinds}
-        start_s = 0.0 if cost.cluster.calibration is not None else cost.cluster.device.launch_overhead_s
         for variable, names in decision_graph.variables.members.items():
             node = decision_graph.graph.by_name[names[0]]
             if variable[0] == "op":
                 compiled = training.compiles(cost.cluster, decision_graph.blocks.repeats(node))
                 work_s, runs = _work_s(node, decision_graph, cost, compiled)
                 kind = cast(int, variable[1])
-                self._of[kind] += Least(work_s / cost.cluster.world_size, runs * start_s)
+                self._of[kind] += Least(work_s / cost.cluster.world_size, runs * cost.least_start_s)
         self._step = sum((self._of[kind] for kind in self._kinds), Least())
 
     def bound_s(self, config: ParallelConfig, schedule: str | None = None) -> float:

@@ -136,7 +136,7 @@ class SearchContext:
     @property
     def is_even(self) -> bool:
         """Whether nothing takes more than ``k`` times as long for ``k`` times as much; what was measured may."""
-        return self.cost.cluster.calibration is None
+        return self.cost.is_closed
 
     def pipelines(self, config: ParallelConfig, blocks: int) -> list[Pipeline]:
         """Those of so many blocks that the pins leave of one configuration."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from planner.base.errors import ClusterError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
 from tests.planner.plans import WHOLE, Build, plan_of, residual_mlp
@@ -42,6 +43,44 @@ def test_tensor_parallelism_waits_for_one_piece_of_each_rank() -> None:
     before, after = (plan.predicted.time_s["communication"] for plan in (plain, overlapped))
     assert before / 8 <= after < before / 2
     assert overlapped.certificate.holds
+
+
+BOTH = {"data": 2, "tensor": 4, "zero": 3, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize("overlaps", [["gathers"], ["tensor"], ["gathers", "tensor"]], ids=str)
+@pytest.mark.parametrize("pin", [BOTH, {**BOTH, "data": 4, "tensor": 2}], ids=str)
+def test_a_product_hides_no_more_than_it_lasts(pin: dict[str, Any], overlaps: list[str]) -> None:
+    """Weight, bias, operand and result share it; the cluster's network is slow, so that all of it is taken."""
+    pin, spec = {**WHOLE, **pin, "recompute": "none"}, ClusterSpec.preset("dgx-h100").to_dict()
+    spec["levels"][0] |= {"bandwidth_bytes_per_s": 1e10, "in_switch_bytes_per_s": None}
+    spec["device"] |= {"memory_bytes": 2**40, "memory_bandwidth_bytes_per_s": 1e18}
+    plans = [
+        plan_of(residual_mlp(1, 1024, 65536), ClusterSpec.from_dict({**spec, "software": software}), pin)
+        for software in ({}, {"overlaps": overlaps})
+    ]
+    plain, overlapped = (plan.predicted.time_s for plan in plans)
+    forward_s = plain["compute"] / 3  # backward is two products for one, and hides as much
+    hidden_s = plain["communication"] + plain["gradients"] - overlapped["communication"] - overlapped["gradients"]
+    assert 0 < hidden_s <= 2 * 0.9 * forward_s * (1 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    "changed, told",
+    [
+        ({"float8_e4m3fn": None}, r"states no peak for it: add device.peak_flops_per_s.float8_e4m3fn"),
+        ({}, "the calibration has products as they were measured"),
+    ],
+)
+def test_float8_is_refused_where_it_has_no_price(changed: dict[str, object], told: str) -> None:
+    spec = ClusterSpec.preset("dgx-h100").to_dict() | {"software": {"float8": True}}
+    spec["device"]["peak_flops_per_s"] |= changed
+    if not changed:
+        product = {"dtype": "bfloat16", **{size: [64, 128] for size in "mnk"}, "seconds": [1e-5] * 8}
+        facts = {"format": "autopar-calibration", "version": 2, "device": spec["device"]["kind"], "ranks": 8}
+        spec["calibration"] = {**facts, "launch_s": 1e-6, "products": [product]}
+    with pytest.raises(ClusterError, match=told):
+        ClusterSpec.from_dict(spec)
 
 
 def test_compiled_blocks_move_less_and_start_less() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.cost.calibration import Calibration
 from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import Attention, Kernel, Product
 from planner.cost.model import CostModel
@@ -23,12 +24,16 @@ from tests.planner.search.test_optimum import random_cluster
 COSTS = [CostModel(ClusterSpec.preset(name)) for name in ("dgx-h100", "dgx-v100", "cpu")]
 COMPILED = {"software": Software(compile="all", float8=True)}
 COSTS.append(CostModel(COSTS[0].cluster.model_copy(update=COMPILED)))
+OFF = [{"work": "compute", "ratio": 1.3, "spread": 0.1, "count": 5}]
+FACTS = {"format": "autopar-calibration", "version": 2, "device": COSTS[0].cluster.device.kind, "ranks": 1}
+CORRECTED = COSTS[0].cluster.calibrated(Calibration.from_dict({**FACTS, "launch_s": 1e-6, "corrections": OFF}))
+COSTS.append(CostModel(CORRECTED))
 cuts, sizes = st.sampled_from([1, 2, 3, 8, 64]), st.integers(1, 5000)
 
 
 def check(cost: CostModel, kernel: Product | Attention, part: Kernel, parts: int, moved: int) -> None:
     """Parts on a device each take no less than the least of the whole, their starts aside."""
-    flops, start_s = kernel.flops, cost.cluster.device.launch_overhead_s
+    flops, start_s = kernel.flops, cost.least_start_s
     for dtype in ("float32", "bfloat16"):
         least_s = cost.least_s(flops, moved, dtype, kernel)
         cut_s = parts * (cost.compute_s(flops / parts, moved / parts, dtype, kernel=part) - start_s)
