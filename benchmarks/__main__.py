@@ -898,8 +898,8 @@ def arrays() -> None:
                 "model": priced.model,
                 **took,
                 "V100 ms of one": f"{1e3 * priced.steps[0][1]:.2f}",
-                **{f"x by {count}": f"{priced.speedup(count):.1f}" for count in array.COUNTS[1:]},
-                f"x by {array.COUNTS[-1]}, slow host": f"{priced.speedup(array.COUNTS[-1], host_bound=True):.1f}",
+                **{f"x by {count}": _times(priced.speedup(count)) for count in array.COUNTS[1:]},
+                "x by 16, slow host": _times(priced.speedup(16, host_bound=True)),
             }
         )
     points = next(each for each in predicted_ if each.model == "PointNet")
@@ -913,11 +913,15 @@ def arrays() -> None:
         "process than from eight. *V100*: predicted by the cost model for one V100 in half precision with the batch in "
         "`benchmarks/array.py`: a step of one model, and how many times the throughput of one model after another an "
         f"array has; *slow host*: where the host takes {1e6 * array.HOST_S:.0f} us for every kernel, in place of 4. "
-        f"{array.COUNTS[-1]} PointNets have 15.1 times the throughput of one after another where a batch takes "
-        f"{1e3 * points.loading_s(array.COUNTS[-1], 15.1):.0f} ms to load, for one or for all."
+        f"{points.steps[-1][0]} PointNets, as many as fit, have 15.1 times the throughput of one after another where a "
+        f"batch takes {1e3 * points.loading_s(15.1):.0f} ms to load, for one or for all."
     )
     raw = {"measured": [asdict(each) for each in measured], "predicted": [asdict(each) for each in predicted_]}
     print(record.write("array", "Arrays of models", notes, rows, raw, facts), flush=True)
+
+
+def _times(speedup: float | None) -> str:
+    return "does not fit" if speedup is None else f"{speedup:.1f}"
 
 
 def transfer_schedules() -> None:

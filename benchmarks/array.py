@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import multiprocessing
@@ -18,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
 
 MEMBERS, STEPS, WARMUP, ROUNDS = 8, 40, 5, 3
-COUNTS = (1, 8, 32)
+COUNTS = (1, 8, 16, 32)
 """Members of arrays that are priced."""
 HOST_S = 20e-6
 """Of the host for each kernel, where that is more than a launch on a busy stream: Python, dispatch and autograd."""
@@ -156,7 +158,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class OnPaper:
-    """Predicted steps of arrays on one V100: members, seconds, bytes at the peak.
+    """Predicted steps of arrays on one V100, those that fit: members, seconds, bytes at the peak.
 
     Attributes:
         host_bound: the same where the host takes :data:`HOST_S` for every kernel, and no kernel hides another's.
@@ -166,14 +168,15 @@ class OnPaper:
     steps: tuple[tuple[int, float, int], ...]
     host_bound: tuple[tuple[int, float, int], ...]
 
-    def speedup(self, members: int, *, host_bound: bool = False) -> float:
-        """Over one model after another."""
+    def speedup(self, members: int, *, host_bound: bool = False) -> float | None:
+        """Over one model after another; ``None``: so many do not fit."""
         seconds = {count: step_s for count, step_s, _ in (self.host_bound if host_bound else self.steps)}
-        return members * seconds[1] / seconds[members]
+        return members * seconds[1] / seconds[members] if members in seconds else None
 
-    def loading_s(self, members: int, speedup: float) -> float:
-        """How long a batch must take to load, for one model or for all, for an array to bring so much."""
-        return speedup * {count: step_s for count, step_s, _ in self.steps}[members] / members
+    def loading_s(self, speedup: float) -> float:
+        """How long a batch must take to load, for one model or for all, for the largest array to bring so much."""
+        members, step_s, _ = self.steps[-1]
+        return speedup * step_s / members
 
 
 def measure() -> list[Sweep]:
@@ -280,8 +283,9 @@ def on_paper() -> list[OnPaper]:
                 array = autopar.array(kind, members).half()
             for there, into in ((cluster, steps), (cluster.model_copy(update={"device": device}), host_bound)):
                 pin = {"micro_batches": 1, "recompute": "none"}
-                plan = autopar.plan(array, there, example_kwargs=batch, pin=pin)
-                into.append((members, plan.predicted.step_time_s, plan.predicted.peak_bytes))
+                with contextlib.suppress(InfeasibleError):
+                    plan = autopar.plan(array, there, example_kwargs=batch, pin=pin)
+                    into.append((members, plan.predicted.step_time_s, plan.predicted.peak_bytes))
         found.append(OnPaper(kind.__name__, tuple(steps), tuple(host_bound)))
         print(found[-1], flush=True)
     return found
