@@ -9,7 +9,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ def compare(
             expected = [predicted[number, phase] for number in block.at if blocks.get((number, phase))]
             if seen and sum(total for total, _ in expected):
                 total_s, communication_s = map(statistics.fmean, zip(*expected, strict=True))
-                calls = [(call, price(call) * n) for call, n in _calls(block, detail, phase, document.parameters)]
+                calls = [(call, price(call) * n) for call, n in _calls(document, block, detail, phase)]
                 # What is copied around calls is computing, and what is hidden takes no seconds of the block.
                 called_s = sum(seconds for _, seconds in calls)
                 left = min(1.0, communication_s / called_s) if called_s else 0.0
@@ -195,19 +195,18 @@ def _predicted_blocks(document: Document) -> dict[tuple[int, str], tuple[float, 
     return found
 
 
-def _calls(
-    block: BlockPlan, detail: BlockDetail, phase: str, parameters: Collection[str]
-) -> Iterator[tuple[Collective, float]]:
+def _calls(document: Document, block: BlockPlan, detail: BlockDetail, phase: str) -> Iterator[tuple[Collective, float]]:
     """The collectives in the seconds of a block, and how often an instance makes them on average.
 
-    Backward gathers parameters again where it recomputes; their gradients are reduced beside it.
+    Backward gathers parameters again where it recomputes, if it needs them; their gradients are reduced beside it.
     """
     instances, again = len(block.at), sum(block.recompute.values())
     for op in detail.ops.values():
         yield from ((call, 1.0) for call in op.inner if call.phase == phase)
         for move in (*op.before, *op.after):
-            is_gathered = move.value in parameters
-            share = again / instances if is_gathered and phase == "backward" else 1.0
+            is_gathered, share = move.value in document.parameters, 1.0
+            if is_gathered and phase == "backward":
+                share = again / instances * document.account.is_needed_in_backward(op, move.value)
             made_in = "forward" if is_gathered else phase
             yield from ((call, share * move.times / instances) for call in move.calls if call.phase == made_in)
 

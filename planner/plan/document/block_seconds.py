@@ -7,11 +7,11 @@ what they recompute by what their forward takes, and what they gather again by w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.base.formatting import GATHERED_AGAIN
-from planner.plan.document.detail import Account, BlockDetail, Move, OpDetail
+from planner.plan.document.detail import Account, BlockDetail, OpDetail
 from planner.plan.timeline.whole_step import BlockSeconds
 
 
@@ -57,7 +57,7 @@ def block_seconds(
     names = frozenset(parameters)
     found = [_of_leaves(account, names)]
     for occurrence, detail in zip(occurrences, account.blocks, strict=True):
-        found += _instances(occurrence, detail, names)
+        found += _instances(occurrence, detail, names, account)
     found.sort(key=lambda each: each.number)
     for use in ("compute", "communication", "recompute"):
         _settle(found, use, time_s.get(use, 0.0))
@@ -81,20 +81,21 @@ def _of_leaves(account: Account, parameters: frozenset[str]) -> _Parts:
     return _Parts(-1, "before the first block", {"communication": there}, {"communication": back})
 
 
-def _instances(occurrence: BlockOccurrence, detail: BlockDetail, parameters: frozenset[str]) -> list[_Parts]:
+def _instances(
+    occurrence: BlockOccurrence, detail: BlockDetail, parameters: frozenset[str], account: Account
+) -> list[_Parts]:
     """What the instances of a block take, with weights for what is done again."""
     count = len(occurrence.at)
     if not count:
         return []
     ops = detail.ops.values()
-    moves = [move for op in ops for move in (*op.before, *op.after)]
-
-    def moved(which: Callable[[Move], bool], seconds: Callable[[Move], float]) -> float:
-        return sum(seconds(move) * move.times for move in moves if which(move)) / count
-
-    gathered_s = moved(lambda move: move.value in parameters, lambda move: move.forward_s)
-    there_s = moved(lambda move: move.value not in parameters, lambda move: move.forward_s)
-    back_s = moved(lambda move: move.value not in parameters, lambda move: move.backward_s)
+    moves = [move for op in ops for move in (*op.before, *op.after) if move.value not in parameters]
+    gathers = [(op, move) for op in ops for move in (*op.before, *op.after) if move.value in parameters]
+    gathered_s = sum(move.forward_s * move.times for _, move in gathers) / count
+    needed = [move for op, move in gathers if account.is_needed_in_backward(op, move.value)]
+    gathered_again_s = sum(move.forward_s * move.times for move in needed) / count
+    there_s = sum(move.forward_s * move.times for move in moves) / count
+    back_s = sum(move.backward_s * move.times for move in moves) / count
     inner_there_s, inner_back_s = (sum(_inner_s(op, phase) for op in ops) for phase in ("forward", "backward"))
     found = []
     for nth, (number, level) in enumerate(zip(occurrence.at, occurrence.levels(), strict=True)):
@@ -105,7 +106,7 @@ def _instances(occurrence: BlockOccurrence, detail: BlockDetail, parameters: fro
             "compute": sum(op.forward_s for op in ops),
         }
         backward = {
-            "communication": back_s + inner_back_s + (gathered_s if level else 0.0),
+            "communication": back_s + inner_back_s + (gathered_again_s if level else 0.0),
             "recompute": again_s if level and level not in GATHERED_AGAIN else 0.0,
             "compute": sum(op.backward_s for op in ops),
         }

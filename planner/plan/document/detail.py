@@ -99,3 +99,8 @@ class Account:
 
     blocks: tuple[BlockDetail, ...] = ()
     leaves: Mapping[str, LeafDetail] = field(default_factory=dict)
+
+    def is_needed_in_backward(self, op: OpDetail, parameter: str) -> bool:
+        """Whether backward of an operator reads a parameter of it: that of a product reads no bias."""
+        leaf = self.leaves.get(parameter)
+        return leaf is None or not op.flops or len(leaf.shape) > 1
