@@ -909,9 +909,9 @@ def arrays() -> None:
         f"by the clock, the members take one after another, in {array.MEMBERS} processes at once, with torch's fused "
         "AdamW, and in two arrays of half of them in a process each, one for each core: medians of "
         f"{array.ROUNDS} rounds, in each of which every way makes {array.STEPS} steps, one way after the other. Inputs "
-        "and optimizers are the same. *V100*: predicted by the cost model for one V100 in half precision with the batch "
-        "in `benchmarks/array.py`: a step of one model, and how many times the throughput of one model after another an "
-        f"array has; *slow host*: where the host takes {1e6 * array.HOST_S:.0f} us for every kernel, in place of 4. "
+        "and optimizers are the same. *V100*: predicted by the cost model for one V100 in half precision with the "
+        "batch in `benchmarks/array.py`: a step of one model, and how many times the throughput of one model after "
+        f"another an array has; *slow host*: where the host takes {1e6 * array.HOST_S:.0f} us for every kernel, in place of 4. "
         f"{points.steps[-1][0]} PointNets, as many as fit, have 15.1 times the throughput of one after another where a "
         f"batch takes {1e3 * points.loading_s(15.1):.0f} ms to load, for one or for all."
     )
