@@ -911,9 +911,9 @@ def arrays() -> None:
         f"{array.ROUNDS} rounds, in each of which every way makes {array.STEPS} steps, one way after the other. Inputs "
         "and optimizers are the same. *V100*: predicted by the cost model for one V100 in half precision with the "
         "batch in `benchmarks/array.py`: a step of one model, and how many times the throughput of one model after "
-        f"another an array has; *slow host*: where the host takes {1e6 * array.HOST_S:.0f} us for every kernel, in place of 4. "
-        f"{points.steps[-1][0]} PointNets, as many as fit, have 15.1 times the throughput of one after another where a "
-        f"batch takes {1e3 * points.loading_s(15.1):.0f} ms to load, for one or for all."
+        f"another an array has; *slow host*: where the host takes {1e6 * array.HOST_S:.0f} us for every kernel, in "
+        f"place of 4. {points.steps[-1][0]} PointNets, as many as fit, have 15.1 times the throughput of one after "
+        f"another where a batch takes {1e3 * points.loading_s(15.1):.0f} ms to load, for one or for all."
     )
     raw = {"measured": [asdict(each) for each in measured], "predicted": [asdict(each) for each in predicted_]}
     print(record.write("array", "Arrays of models", notes, rows, raw, facts), flush=True)
