@@ -64,6 +64,7 @@ zoo: $(STAMP)  ## every model under every plan against the original, recorded un
 	@$(BIN)/python -m benchmarks.zoo
 	@$(BIN)/python -m benchmarks.zoo_micro_batched
 	@$(BIN)/python -m benchmarks.zoo_tiers
+	@$(BIN)/python -m benchmarks.zoo_compiled
 
 # The environment of somebody who only says `pip install autopar`: no extras, nothing editable, another folder.
 smoke: $(STAMP)  ## build the wheel, install it without extras in .venv-bare, and try it there

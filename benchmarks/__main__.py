@@ -882,30 +882,45 @@ def arrays() -> None:
     """Sweeps of small models as arrays, one after another, in processes of their own; and on paper on a V100."""
     facts = record.circumstances()
     measured, predicted_ = array.measure(), array.on_paper()
-    paper = {each.model: each for each in predicted_}
+    ways = [way for way in array.WAYS if way != "array"]
     rows = []
-    for name, priced in paper.items():
-        sweep = next((each for each in measured if each.model == name), None)
+    for priced in predicted_:
+        sweep = next((each for each in measured if each.model == priced.model), None)
+        took = {"CPU ms": "", "wall ms": "", **dict.fromkeys(ways, "")}
+        if sweep is not None:
+            took = {
+                "CPU ms": f"{1e3 * sweep.median_s('array', False):.2f}",
+                "wall ms": f"{1e3 * sweep.median_s('array', True):.2f}",
+                **{way: f"{sweep.times(way, False):.1f} x, {sweep.times(way, True):.1f} x" for way in ways},
+            }
         rows.append(
             {
-                "model": name,
-                "CPU ms": "" if sweep is None else f"{1e3 * statistics.median(sweep.fused_s):.2f}",
-                "one after another": "" if sweep is None else f"{sweep.times(sweep.one_by_one_s):.1f} x",
-                f"{array.MEMBERS} processes": "" if sweep is None else f"{sweep.times(sweep.processes_s):.1f} x",
+                "model": priced.model,
+                **took,
                 "V100 ms of one": f"{1e3 * priced.steps[0][1]:.2f}",
-                **{f"x by {count}": f"{priced.speedup(count):.1f}" for count in array.COUNTS[1:]},
+                **{f"x by {count}": _times(priced.speedup(count)) for count in array.COUNTS[1:]},
+                "x by 16, slow host": _times(priced.speedup(16, host_bound=True)),
             }
         )
+    points = next(each for each in predicted_ if each.model == "PointNet")
     notes = (
-        f"Sweeps of {array.MEMBERS} learning rates with AdamW. *CPU ms*: of the processor, for a step of all members "
-        "as one array, on one thread; behind it how many times as long the members take one after another, and "
-        f"together in {array.MEMBERS} processes, with torch's fused AdamW: medians of {array.ROUNDS} rounds, in each "
-        f"of which a way is the median of {array.STEPS} steps. Inputs and optimizers are the same. *V100*: predicted "
-        "by the cost model for one V100 in half precision with the batch in `benchmarks/array.py`: a step of one "
-        "model, and how many times the throughput of one model after another an array has."
+        f"Sweeps of {array.MEMBERS} learning rates with AdamW. *CPU ms*, *wall ms*: for a step of all members as one "
+        "array, on one thread, of the processor and by the clock; behind it how many times as long, of processors and "
+        f"by the clock, the members take one after another, in {array.MEMBERS} processes at once, with torch's fused "
+        "AdamW, and in two arrays of half of them in a process each, one for each core: medians of "
+        f"{array.ROUNDS} rounds, in each of which every way makes {array.STEPS} steps, one way after the other. Inputs "
+        "and optimizers are the same. *V100*: predicted by the cost model for one V100 in half precision with the "
+        "batch in `benchmarks/array.py`: a step of one model, and how many times the throughput of one model after "
+        f"another an array has; *slow host*: where the host takes {1e6 * array.HOST_S:.0f} us for every kernel, in "
+        f"place of 4. {points.steps[-1][0]} PointNets, as many as fit, have 15.1 times the throughput of one after "
+        f"another where a batch takes {1e3 * points.loading_s(15.1):.0f} ms to load, for one or for all."
     )
-    raw = {"measured": [*map(asdict, measured)], "paper": [*map(asdict, predicted_)]}
+    raw = {"measured": [asdict(each) for each in measured], "predicted": [asdict(each) for each in predicted_]}
     print(record.write("array", "Arrays of models", notes, rows, raw, facts), flush=True)
+
+
+def _times(speedup: float | None) -> str:
+    return "does not fit" if speedup is None else f"{speedup:.1f}"
 
 
 def transfer_schedules() -> None:

@@ -1,26 +1,32 @@
-"""A sweep of small models: as one array, one after another, and each in a process of its own; on paper on a V100."""
+"""A sweep of small models: as arrays, one after another, and each in a process of its own; on paper on a V100."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.synchronize import Barrier
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
 
-MEMBERS, STEPS, WARMUP, ROUNDS = 8, 20, 5, 2
-COUNTS = (1, 8, 32)
+MEMBERS, STEPS, WARMUP, ROUNDS = 8, 40, 5, 3
+COUNTS = (1, 8, 16, 32)
 """Members of arrays that are priced."""
+HOST_S = 20e-6
+"""Of the host for each kernel, where that is more than a launch on a busy stream: Python, dispatch and autograd."""
 RATES = [1e-4 * 2**member for member in range(MEMBERS)]
 
 
@@ -64,20 +70,34 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.out(h).flatten(0, 1), target.flatten())
 
 
+class Points(nn.Module):
+    """Layers on each of many points, a maximum over all of them, and layers behind."""
+
+    def __init__(self, *widths: int, out: int) -> None:
+        super().__init__()
+        self.points = nn.ModuleList([nn.Conv1d(a, b, 1) for a, b in itertools.pairwise(widths)])
+        self.norms = nn.ModuleList([nn.BatchNorm1d(width) for width in widths[1:]])
+        behind = [nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()) for a, b in ((1024, 512), (512, 256))]
+        self.head = nn.Sequential(*behind, nn.Linear(256, out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.points, self.norms, strict=True):
+            x = F.relu(norm(layer(x)))
+        return self.head(x.amax(-1))
+
+
 class PointNet(nn.Module):
-    """The classifier of Qi et al. (2017) without its transforms: layers on each point, a maximum, layers behind."""
+    """The classifier of Qi et al. (2017) with both of its transforms."""
 
     def __init__(self) -> None:
         super().__init__()
-        widths = (3, 64, 64, 64, 128, 1024)
-        self.points = nn.ModuleList([nn.Conv1d(a, b, 1) for a, b in itertools.pairwise(widths)])
-        self.norms = nn.ModuleList([nn.BatchNorm1d(width) for width in widths[1:]])
-        self.head = nn.Sequential(nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 16))
+        self.turn, self.mix = Points(3, 64, 128, 1024, out=9), Points(64, 64, 128, 1024, out=64 * 64)
+        self.first, self.norm, self.rest = nn.Conv1d(3, 64, 1), nn.BatchNorm1d(64), Points(64, 128, 1024, out=16)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        for layer, norm in zip(self.points, self.norms, strict=True):
-            x = F.relu(norm(layer(x)))
-        return F.cross_entropy(self.head(x.amax(-1)), target)
+        x = self.turn(x).view(-1, 3, 3) @ x
+        x = F.relu(self.norm(self.first(x)))
+        return F.cross_entropy(self.rest(self.mix(x).view(-1, 64, 64) @ x), target)
 
 
 class Discriminator(nn.Module):
@@ -112,47 +132,67 @@ BATCHES: dict[type[nn.Module], Callable[[], dict[str, Tensor]]] = {
 MEASURED = {kind.__name__: kind for kind in (Perceptron, Convolutional, Transformer)}
 
 
+class Seconds(NamedTuple):
+    """For one step of all members: of the processors, and by the clock."""
+
+    processor: float
+    clock: float
+
+
 @dataclass(frozen=True)
 class Sweep:
-    """Seconds of the processor for one step of all members, in each round."""
+    """What a step of all members takes, each way, in each round."""
 
     model: str
-    fused_s: tuple[float, ...]
-    one_by_one_s: tuple[float, ...]
-    processes_s: tuple[float, ...]
+    rounds: Mapping[str, tuple[Seconds, ...]]
 
-    def times(self, other: Sequence[float]) -> float:
-        """How many times as long another way takes."""
-        return median(there / here for here, there in zip(self.fused_s, other, strict=True))
+    def median_s(self, way: str, clock: bool) -> float:
+        """Of all rounds."""
+        return median(each[clock] for each in self.rounds[way])
+
+    def times(self, way: str, clock: bool) -> float:
+        """How many times as long as in one array another way takes: the median of rounds, whose ways follow closely."""
+        pairs = zip(self.rounds["array"], self.rounds[way], strict=True)
+        return median(there[clock] / here[clock] for here, there in pairs)
 
 
 @dataclass(frozen=True)
 class OnPaper:
-    """Predicted steps of arrays on one V100: members, seconds, bytes at the peak."""
+    """Predicted steps of arrays on one V100, those that fit: members, seconds, bytes at the peak.
+
+    Attributes:
+        host_bound: the same where the host takes :data:`HOST_S` for every kernel, and no kernel hides another's.
+    """
 
     model: str
     steps: tuple[tuple[int, float, int], ...]
+    host_bound: tuple[tuple[int, float, int], ...]
 
-    def speedup(self, members: int) -> float:
-        """Over one model after another."""
-        seconds = {count: step_s for count, step_s, _ in self.steps}
-        return members * seconds[1] / seconds[members]
+    def speedup(self, members: int, *, host_bound: bool = False) -> float | None:
+        """Over one model after another; ``None``: so many do not fit."""
+        seconds = {count: step_s for count, step_s, _ in (self.host_bound if host_bound else self.steps)}
+        return members * seconds[1] / seconds[members] if members in seconds else None
+
+    def loading_s(self, speedup: float) -> float:
+        """How long a batch must take to load, for one model or for all, for the largest array to bring so much."""
+        members, step_s, _ = self.steps[-1]
+        return speedup * step_s / members
 
 
 def measure() -> list[Sweep]:
     """Every model, each way in turn, round by round."""
     found = []
     for name in MEASURED:
-        rounds = [(fused(name), one_by_one(name), in_processes(name)) for _ in range(ROUNDS)]
-        found.append(Sweep(name, *(tuple(each) for each in zip(*rounds, strict=True))))
-        print(name, rounds, flush=True)
+        rounds = [{way: run(name) for way, run in WAYS.items()} for _ in range(ROUNDS)]
+        found.append(Sweep(name, {way: tuple(each[way] for each in rounds) for way in WAYS}))
+        print(found[-1], flush=True)
     return found
 
 
-def fused(name: str) -> float:
+def fused(name: str, rates: Sequence[float] = RATES, barrier: Barrier | None = None) -> tuple[float, float, float]:
     """One array, on one thread."""
     kind = MEASURED[name]
-    array, batch = autopar.array(kind, MEMBERS, vary={"lr": RATES}), BATCHES[kind]()
+    array, batch = autopar.array(kind, len(rates), vary={"lr": rates}), BATCHES[kind]()
     optimizer = array.optimizer(torch.optim.AdamW)
 
     def step() -> None:
@@ -160,65 +200,92 @@ def fused(name: str) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    return seconds(step)
+    return timed(step, barrier)
 
 
-def one_by_one(name: str) -> float:
-    """Each model by itself, one after another, with torch's fused optimizer."""
-    return sum(alone(name, rate) for rate in RATES)
-
-
-def alone(name: str, rate: float) -> float:
-    """One model."""
+def alone(name: str, rates: Sequence[float], barrier: Barrier | None = None) -> tuple[float, float, float]:
+    """One model, with torch's fused optimizer."""
     kind = MEASURED[name]
     model, batch = kind(), BATCHES[kind]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rates[0], fused=True)
 
     def step() -> None:
         model(**batch).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return seconds(step)
+    return timed(step, barrier)
 
 
-def in_processes(name: str) -> float:
-    """A process for each, all at once; what it takes to start them is left out."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.array"])
-    with context.Pool(MEMBERS) as pool:
-        return sum(pool.starmap(alone, [(name, rate) for rate in RATES], chunksize=1))
-
-
-def seconds(step: Callable[[], Any]) -> float:
-    """Of the processor for a step: the median, on one thread."""
+def timed(step: Callable[[], Any], barrier: Barrier | None) -> tuple[float, float, float]:
+    """Seconds of the processor for a step, on one thread, and when the steps began and ended by the clock."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for _ in range(WARMUP):
             step()
-        taken = []
+        if barrier is not None:
+            barrier.wait()
+        begin, used = time.monotonic(), time.process_time()
         for _ in range(STEPS):
-            begin = time.process_time()
             step()
-            taken.append(time.process_time() - begin)
+        return (time.process_time() - used) / STEPS, begin, time.monotonic()
     finally:
         torch.set_num_threads(before)
-    return median(taken)
+
+
+def in_turn(runs: Sequence[tuple[float, float, float]]) -> Seconds:
+    """What runs take one after another."""
+    return Seconds(sum(cpu for cpu, _, _ in runs), sum(end - begin for _, begin, end in runs) / STEPS)
+
+
+def together(run: Callable[..., Any], name: str, rates: Sequence[Sequence[float]]) -> Seconds:
+    """What runs take at once, each in a process of its own, which begin together; what starts them is left out."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.array"])
+    barrier = context.Barrier(len(rates))
+    with ProcessPoolExecutor(len(rates), context, _share, (barrier,)) as pool:
+        runs = [each.result() for each in [pool.submit(_apart, run, name, own) for own in rates]]
+    took_s = max(end for _, _, end in runs) - min(begin for _, begin, _ in runs)
+    return Seconds(sum(cpu for cpu, _, _ in runs), took_s / STEPS)
+
+
+_barriers: list[Barrier] = []
+
+
+def _share(barrier: Barrier) -> None:
+    _barriers.append(barrier)
+
+
+def _apart(run: Callable[..., Any], name: str, rates: Sequence[float]) -> tuple[float, float, float]:
+    found: tuple[float, float, float] = run(name, rates, _barriers[0])
+    return found
+
+
+WAYS: dict[str, Callable[[str], Seconds]] = {
+    "array": lambda name: in_turn([fused(name)]),
+    "one after another": lambda name: in_turn([alone(name, [rate]) for rate in RATES]),
+    "8 processes": lambda name: together(alone, name, [[rate] for rate in RATES]),
+    "2 arrays, 2 processes": lambda name: together(fused, name, [RATES[::2], RATES[1::2]]),
+}
 
 
 def on_paper() -> list[OnPaper]:
     """What the cost model says of arrays on one V100, in half precision, with Adam's state."""
     cluster, found = ClusterSpec.preset("dgx-v100", devices=1), []
+    device = cluster.device.model_copy(update={"launch_overhead_s": HOST_S})
     for kind, given in BATCHES.items():
         batch = {name: value.to("meta") for name, value in given().items()}
         batch = {name: value.half() if value.is_floating_point() else value for name, value in batch.items()}
-        steps = []
+        steps, host_bound = list[tuple[int, float, int]](), list[tuple[int, float, int]]()
         for members in COUNTS:
             with torch.device("meta"):
                 array = autopar.array(kind, members).half()
-            plan = autopar.plan(array, cluster, example_kwargs=batch, pin={"micro_batches": 1, "recompute": "none"})
-            steps.append((members, plan.predicted.step_time_s, plan.predicted.peak_bytes))
-        found.append(OnPaper(kind.__name__, tuple(steps)))
+            for there, into in ((cluster, steps), (cluster.model_copy(update={"device": device}), host_bound)):
+                pin = {"micro_batches": 1, "recompute": "none"}
+                with contextlib.suppress(InfeasibleError):
+                    plan = autopar.plan(array, there, example_kwargs=batch, pin=pin)
+                    into.append((members, plan.predicted.step_time_s, plan.predicted.peak_bytes))
+        found.append(OnPaper(kind.__name__, tuple(steps), tuple(host_bound)))
         print(found[-1], flush=True)
     return found

@@ -58,6 +58,8 @@ def models() -> str:
         for row in record(name)["results"]:
             for column in _ways_of_pin(row["pin"]):
                 runs[row["model"]][column].append(row["status"])
+    for row in record("zoo_compiled")["results"]:
+        runs[row["model"]]["compiled"].append(row["status"])
     columns = [each for each in COLUMNS if any(each in found for found in runs.values())]
     rows = [
         [model, *(_count(found[column]) for column in columns), commits.get(model, "")]
@@ -70,14 +72,16 @@ How many runs under such a plan equal the original, in float64, outputs, gradien
 of up to eight ranks. Those with a pipeline, micro-batches or offload ran on processes, the others on all ranks of the
 mesh in one process. A cell is empty where no such plan was run, or where it made exactly the collective calls of the
 plan without that word (a ResNet has nothing to shard along a sequence), which is counted once; searched plans without
-any collective are left out. *n/a* are plans that were refused:
+any collective are left out. *Compiled* counts plans on processes whose compiled blocks equal eager ones to 1e-12.
+*n/a* are plans that were refused:
 
 {why_not}
 
 The last column is the commit at which a model's plans ran on all ranks in one process; the others' are
 [below](#versions). What was changed since did not run for this page: `git log COMMIT..` lists it, and what was refused
 then may run today. Records: [zoo](../benchmarks/results/zoo.md),
-[micro-batched](../benchmarks/results/zoo_micro_batched.md), [tiers](../benchmarks/results/zoo_tiers.md).
+[micro-batched](../benchmarks/results/zoo_micro_batched.md), [tiers](../benchmarks/results/zoo_tiers.md),
+[compiled](../benchmarks/results/zoo_compiled.md).
 
 {_table(["model", *columns, "zoo at"], rows)}
 """
@@ -85,7 +89,7 @@ then may run today. Records: [zoo](../benchmarks/results/zoo.md),
 
 COLUMNS = (
     *("searched", "random", "data", "ZeRO 3", "tensor", "sequence", "context", "expert", "pipeline", "micro-batches"),
-    *("recompute", "offload"),
+    *("recompute", "offload", "compiled"),
 )
 
 
@@ -177,7 +181,7 @@ Where two are named, the newer one is what training loops need. The test suite r
 """
 
 
-RECORDS = ("zoo", "zoo_micro_batched", "zoo_tiers", "integrations", "exporters")
+RECORDS = ("zoo", "zoo_micro_batched", "zoo_tiers", "zoo_compiled", "integrations", "exporters")
 PACKAGES = (
     *("python", "torch", "transformers", "spmd_types", "ortools", "numpy"),
     *("accelerate", "lightning", "trl", "peft", "datasets"),

@@ -80,7 +80,10 @@ def _members(models: Any, n: int | None, vary: Mapping[str, Sequence[Any]], seed
     with torch.random.fork_rng():
         for member in range(n):
             torch.manual_seed(seed + member)
-            members.append(models())
+            made = models()
+            if not isinstance(made, nn.Module):
+                raise InputError(f"models makes {made!r}, which is no torch.nn.Module: return the model of one member")
+            members.append(made)
     return members
 
 

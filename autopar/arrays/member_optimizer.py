@@ -8,35 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from autopar.arrays.member_rows import MemberRows, members_of
+from autopar.arrays.member_state import MemberState
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optim.optimizer import CHOSEN, is_elementwise
 from autopar.runtime.optim.parts import evaluated, local
-from autopar.runtime.spmd.mesh import rows_of
 from planner.base.errors import InputError
 from planner.formulation.constraints.labels import RUNNING_MODELS
-
-
-class _MemberRows:
-    """A stacked parameter, and a parameter of its own for each member of which this rank holds something."""
-
-    def __init__(self, stacked: Tensor, members: Sequence[int]):
-        self.stacked = stacked
-        values = local(stacked).detach()
-        self.of = {member: nn.Parameter(row) for member, row in zip(members, values.unbind(), strict=True)}
-        self._address = values.data_ptr()
-
-    def follow(self, running: Sequence[bool]) -> None:
-        """Let rows lie where the stacked parameter does, and have its gradients; of members that are stopped, none."""
-        values, gradient = local(self.stacked).detach(), self.stacked.grad
-        if values.data_ptr() != self._address:
-            self._address = values.data_ptr()
-            for row, value in zip(self.of.values(), values.unbind(), strict=True):
-                row.data = value
-        gradients = [None] * len(self.of) if gradient is None else local(gradient).unbind()
-        for (member, row), own in zip(self.of.items(), gradients, strict=True):
-            row.grad = own if running[member] else None
 
 
 def member_optimizer(
@@ -50,36 +30,36 @@ def member_optimizer(
     """See :meth:`autopar.arrays.model_array.ModelArray.optimizer`."""
     if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)):
         raise InputError(f"an array's optimizer is made of a class, such as torch.optim.AdamW, not of {make!r}")
-    _check_options(make, vary)
-    own = [{**options, **{name: values[member] for name, values in vary.items()}} for member in range(members)]
+    own = _options(make, members, vary, options)
     module = array if parallel is None else parallel
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if parallel is not None:
         _check_parallel(make, parallel, own)
-    rows = [_MemberRows(each, _members(parallel, name, members)) for name, each in trained.items()]
-    of_members = [[each.of[member] for each in rows if member in each.of] for member in range(members)]
-    groups = [{**own[member], "params": held} for member, held in enumerate(of_members) if held]
+    rows = {name: MemberRows(each, members_of(parallel, name, members)) for name, each in trained.items()}
+    of_members = {m: [each.of[m] for each in rows.values() if m in each.of] for m in range(members)}
+    groups = {member: {**own[member], "params": held} for member, held in of_members.items() if held}
     takes_fused = "fused" in inspect.signature(make).parameters and not CHOSEN & options.keys()
 
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        for each in rows:
+        for each in rows.values():
             each.stacked.grad = None
         make.zero_grad(self, set_to_none)
 
     asked_by_scaler = property(_refuse_scaler, lambda self, value: None)
     own_parts = {"zero_grad": zero_grad, "_step_supports_amp_scaling": asked_by_scaler, "__doc__": make.__doc__}
     kind = type(make.__name__, (make,), own_parts)
-    made = kind(groups, **{"fused": True} if takes_fused else {})
+    made = kind([*groups.values()], **{**own[0], **({"fused": True} if takes_fused else {})})
 
     def follow(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else options.get("closure")
         loss = evaluated(closure)  # which makes the gradients
         runs = array.get_buffer(RUNNING_MODELS).tolist()
-        for each in rows:
+        for each in rows.values():
             each.follow(runs)
         return None if closure is None else ((optimizer, lambda: loss), {})
 
     made.register_step_pre_hook(follow)
+    made.as_saved = MemberState(made, array, parallel, rows, [*groups])
     return made
 
 
@@ -91,22 +71,41 @@ def _refuse_scaler(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def set_running(parallel: ParallelModule, running: Tensor) -> None:
-    """Tell a parallel module's part of the buffer which members are trained."""
-    leaf = parallel.stored.get(RUNNING_MODELS)
-    if leaf is not None:
-        parallel.get_buffer(RUNNING_MODELS).copy_(running[[*_members(parallel, RUNNING_MODELS, len(running))]])
-
-
-def _check_options(make: type[torch.optim.Optimizer], vary: Mapping[str, Any]) -> None:
+def _options(
+    make: type[torch.optim.Optimizer], members: int, vary: Mapping[str, Sequence[Any]], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Hyper-parameters of every member; raises :class:`InputError` where the class does not take them."""
+    name_of = make.__name__
     known = [name for name in inspect.signature(make).parameters if name != "params"]
-    for name in vary:
+    for name in (*vary, *options):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
             raise InputError(
-                f"vary: {make.__name__} has no hyper-parameter {name!r}; "
+                f"{'vary: ' if name in vary else ''}{name_of} has no hyper-parameter {name!r}; "
                 f"{'close' if near else 'there'} are: {', '.join(near or known)}"
             )
+    twice = sorted(vary.keys() & options.keys())
+    if twice:
+        raise InputError(
+            f"vary has a {twice[0]!r} for each member, and {twice[0]}={options[twice[0]]!r} is given for all: leave "
+            "one out"
+        )
+    found = [{**options, **{name: values[member] for name, values in vary.items()}} for member in range(members)]
+    for member, own in enumerate(found):
+        try:
+            make([torch.zeros(1, requires_grad=True)], **own)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"{name_of} does not take the hyper-parameters of member {member}, {own}: {error}"
+            ) from error
+    try:
+        make([{"params": [torch.zeros(1, requires_grad=True)]} for _ in range(2)], **found[0])
+    except ValueError as error:
+        raise InputError(
+            f"{name_of} steps all parameters as one and takes no groups of them ({error}), and members need one each: "
+            "take an optimizer with groups (AdamW, SGD ...), or train members one after another"
+        ) from error
+    return found
 
 
 def _check_parallel(
@@ -130,12 +129,3 @@ def _is_cut_inside(parallel: ParallelModule, name: str) -> bool:
     """Whether ranks hold parts of a member's tensor."""
     leaf = parallel.stored[name]
     return leaf.kind == "param" and local(parallel.get_parameter(name)).shape[1:] != leaf.shape[1:]
-
-
-def _members(parallel: ParallelModule | None, name: str, members: int) -> Sequence[int]:
-    """The members of whose tensor of a name this rank holds something."""
-    if parallel is None:
-        return range(members)
-    leaf = parallel.stored[name]
-    first, *_ = rows_of(leaf.shape, leaf.layout, parallel.mesh, parallel.rank)
-    return torch.arange(members)[first].tolist()

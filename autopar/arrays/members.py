@@ -107,6 +107,11 @@ def with_tensors(model: nn.Module, tensor: Callable[[str, Tensor], Tensor]) -> n
 class MemberTensors(nn.Module):
     """Holds the stacked tensors of a module of every member, under the names that they have there."""
 
+    def extra_repr(self) -> str:
+        """Names and shapes."""
+        tensors = {**self._parameters, **self._buffers}
+        return ", ".join(f"{name} {[*each.shape]}" for name, each in tensors.items() if each is not None)
+
 
 def stack(members: Sequence[nn.Module], root: nn.Module) -> frozenset[str]:
     """Put the members' tensors, stacked, into ``root``, under the names of the originals.

@@ -12,7 +12,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from autopar.arrays.member_optimizer import member_optimizer, set_running
+from autopar.arrays.member_optimizer import member_optimizer
+from autopar.arrays.member_rows import set_running
 from autopar.arrays.members import stack, with_tensors
 from autopar.arrays.stacked_program import StackedProgram, stacked_program
 from autopar.capture.capture import ONLY, Captured, LossFn, accepted_names, capture
@@ -167,6 +168,15 @@ class ModelArray(nn.Module):
         self._programs.clear()
         return super()._apply(fn, recurse)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module; raises :class:`InputError` for the state of an array of another size."""
+        running = state_dict.get(RUNNING_MODELS)
+        if running is not None and len(running) != self.size:
+            raise InputError(
+                f"the state is of an array of {len(running)} members, and this one has {self.size}: make one of as many"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
+
     def _check_member(self, member: int) -> None:
         if not isinstance(member, int) or not 0 <= member < self.size:
             raise InputError(f"there is no member {member!r}: members are numbered from 0 to {self.size - 1}")
@@ -195,6 +205,8 @@ class ModelArray(nn.Module):
         return self._programs[key]
 
     def _write(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Runnable:
+        if args and self._loss_fn is not None:
+            raise InputError("an array with a loss_fn is called with the batch by name: array(x=..., target=...)")
         example, own = self._example(args, kwargs)
 
         def empty(name: str, like: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class _StackedWriter:
         call = OperatorCall(self._members, operator_of, args, results, self._rules[node.name], self._tracer)
         draws = torch.Tag.nondeterministic_seeded in operator_of.tags
         if not draws and not any(value.stacked for given in args.values() for value in values_in(given)):
-            self._keep(node, call.run(), results, stacked=False)
+            self._keep(node, _once(call), results, stacked=False)
             return
         for rule in (STACKING.get(str(operator_of)), by_batch):
             found = NotImplemented if rule is None else rule(call)
@@ -140,6 +140,15 @@ def _with_values(argument: Any, made: Mapping[str, Any]) -> Any:
     if isinstance(argument, (list, tuple)):
         return [_with_values(each, made) for each in argument]
     return argument
+
+
+def _once(call: OperatorCall) -> Any:
+    """The operator on what is the same for all members. Copies that only order memory left the member's program when it
+    was captured, so that a view may have to be one.
+    """
+    if call.operator is torch.ops.aten.view.default:
+        return call.tensor("self").data.reshape(call.results[0].shape)
+    return call.run()
 
 
 def _one_by_one(call: OperatorCall) -> Any:

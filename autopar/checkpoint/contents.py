@@ -152,10 +152,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def optimizers_of(given: Any) -> list[Any]:
-    """Those that are saved with a module: one, or a list or tuple of them, of different parameters."""
+    """Those that are saved with a module: one, or a list or tuple of them, of different parameters.
+
+    What an optimizer has as ``as_saved`` stands for it: that of an array, whose parameters are rows of the module's.
+    """
     if given is None:
         return []
-    return [*given] if isinstance(given, (list, tuple)) else [given]
+    every = given if isinstance(given, (list, tuple)) else [given]
+    return [getattr(each, "as_saved", each) for each in every]
 
 
 def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

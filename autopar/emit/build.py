@@ -21,6 +21,7 @@ from autopar.graph.module_walk import canonical_names
 from autopar.runtime.host.disk import OffloadFiles
 from autopar.runtime.layers.segment import Compiler
 from autopar.runtime.module import ParallelModule, Program
+from autopar.runtime.offload.early_update import AtOnce, EarlyUpdates
 from autopar.runtime.offload.executor import ChunkSpec, OffloadExecutor, SavedSpec
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.pipeline.outputs import Leaving
@@ -126,6 +127,11 @@ def build(
     offload = None
     if transfer_schedule is not None:
         offload = _offload(assignment, transfer_schedule, device, disk, micro_batched)
+    training, early = assignment.space.training, None
+    if training.updates_on_device:
+        early = EarlyUpdates(AtOnce)
+    elif offload is not None and offload.updates_in_backward:
+        early = offload.early
     splits_backward = micro_batched is not None and any(micro_batched.schedule.late)
     compiler = Compiler(splits_backward) if compiles else None
     holder = {**groups_of(device_mesh), **_given({STATE: state, OFFLOAD: offload, COMPILER: compiler})}
@@ -152,7 +158,8 @@ def build(
         state=state,
         pipeline=None if micro_batched is None else micro_batched.pipeline,
         offload=offload,
-        state_bytes=assignment.space.training.optimizer_bytes_per_element,
+        early=early,
+        state_bytes=training.optimizer_bytes_per_element,
         maker=maker,
         slabs=captured.slabs,
         compiler=compiler,

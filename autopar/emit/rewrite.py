@@ -34,7 +34,8 @@ from autopar.emit.block_program import (
 from autopar.emit.segments import in_segments
 from autopar.runtime.autograd.recompute import recompute
 from autopar.runtime.offload.block_hooks import enter_block, leave_block
-from autopar.runtime.spmd.parameters import gather_ahead
+from autopar.runtime.spmd.parameters import complete_parameters, gather_ahead
+from planner.analysis.memory.readers import read_alone
 from planner.analysis.memory.remat_demand import gathered_again
 from planner.analysis.memory.steady_state import Wiring
 from planner.analysis.memory.storages import BEFORE, is_before
@@ -119,6 +120,7 @@ class Root:
         self._made: dict[tuple[object, ...], str] = {}
         self._before: tuple[fx.Node | None, tuple[fx.Node, ...]] = (None, ())
         self._again: tuple[fx.Node, ...] = ()
+        self._completed = read_alone(assignment) if assignment.space.training.updates_on_device else {}
         self._holder: dict[str, Any] = {}
 
     def call(self, number: int) -> None:
@@ -134,6 +136,7 @@ class Root:
         self.calls[name] += 1
         at_home = self.enter(number, [chunk for chunk in self.chunks if chunk.entered == number])
         gatherings = self._gatherings(instance.block)
+        self._complete(number)
         inputs = (*(self.body.found(entry) for entry in entries_of(instance.block, assignment)), *gatherings.values())
         self.body.values.update(at_home)
         if level == "none":
@@ -148,6 +151,17 @@ class Root:
             self._again = again or self._again
         bind_results(graph, call, instance.block.outputs, self.body.values)
         self.leave(number, instance.block)
+
+    def _complete(self, number: int) -> None:
+        """Let backward update what this block alone reads when it is over with it, if the plan does."""
+        body, refs = self.body, self._completed.get(number, ())
+        if refs:
+            path = self.assignment.space.folded.instances[number].block.path
+            args = (tuple(body.values[ref] for ref in refs), f"block {number}{path and f' ({path})'}")
+            call = body.graph.call_function(complete_parameters, args)
+            for place, (ref, value) in enumerate(zip(refs, args[0], strict=True)):
+                name = f"{value.name}_own"
+                body.values[ref] = body.graph.create_node("call_function", getitem, (call, place), {}, name=name)
 
     def _gatherings(self, block: Block) -> dict[int, fx.Node]:
         """Those of a block, by the number of their chunk, made before the block before is called, which starts them."""

@@ -2,7 +2,7 @@
 
 Collectives, random operators, layers of the runtime and operators of a model's own are calls between segments, as they
 are without compilation: gradients go through autograd's nodes of each. A segment is pure, and takes its parameters as
-arguments.
+arguments. What it returns is in memory of its own: views that others read are made behind it.
 
 A block that recomputes has two programs, and what runs again is in segments of its own, which both have: values that
 are discarded inside of one are neither returned nor named, since all that it saves is made anew with it.
@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from autopar.emit.block_program import STATE, WEIGHT, eliminate_dead_code, getitem, module_of, one_or_all
 from autopar.runtime.layers import LOCAL_FORMS
 from autopar.runtime.layers.segment import Compiler, Segment, run_segment
+from planner.ops import OPS
 
 BEGINS = frozenset(form.begins for form in LOCAL_FORMS.values() if form.begins is not None)
 """What sends for another statement, which waits, while those between them are computed."""
@@ -31,12 +32,14 @@ class _SegmentPlan:
 
     Attributes:
         runs_again: whether backward recomputes them.
+        views: what others read of their memory, which is made behind the segment, in order.
         inputs: what it takes, in order.
-        outputs: those of ``nodes`` that others read.
+        outputs: those of ``nodes`` that others, or ``views``, read.
     """
 
     runs_again: bool
     nodes: list[fx.Node] = field(default_factory=list)
+    views: list[fx.Node] = field(default_factory=list)
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     name: str = ""
@@ -69,8 +72,9 @@ def in_segments(
     leaving, segments = {*_nodes_in(results)}, dict[str, Segment]()
     for number, group in enumerate(groups):
         inside = {*group.nodes}
+        _return_no_views(group, {v for v in inside if v in leaving or not inside.union((result,)).issuperset(v.users)})
+        inside = {*group.nodes}
         group.inputs = [*dict.fromkeys(v for node in group.nodes for v in node.all_input_nodes if v not in inside)]
-        group.outputs = [v for v in group.nodes if v in leaving or not inside.union((result,)).issuperset(v.users)]
         group.name = f"{name}_segment_{number}"
         segments[group.name] = _segment(group, compiler)
     made = _rebuilt(program, order, results)
@@ -96,10 +100,48 @@ def _inside(values: Iterable[fx.Node], groups: Sequence[_SegmentPlan], apart: se
     }
 
 
+def _return_no_views(group: _SegmentPlan, read: set[fx.Node]) -> None:
+    """Let a segment return what is in memory of its own, given what others read of it, and do only what that takes.
+
+    torch replays on outputs the views that they are, from sequences which its cache on disk spoils (torch 2.13: sizes
+    of ``_unsafe_view`` dangle, so that another process reads other memory; pytorch/pytorch#185630).
+    """
+    views, inside, outputs = set[fx.Node](), {*group.nodes}, set[fx.Node]()
+    waiting = [*read]
+    while waiting:
+        value = waiting.pop()
+        if not _is_view(value):
+            outputs.add(value)
+        elif value not in views:
+            views.add(value)
+            waiting += [source for source in value.all_input_nodes if source in inside]
+    needed: set[fx.Node] = set()
+    for node in reversed(group.nodes):
+        if node in outputs or not needed.isdisjoint(node.users):
+            needed.add(node)
+    group.views = [node for node in group.nodes if node in views]
+    group.outputs = [node for node in group.nodes if node in outputs]
+    group.nodes = [node for node in group.nodes if node in needed]
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a statement returns memory of an operand, or may; a cast does not."""
+    if node.target is getitem:
+        return _is_view(node.all_input_nodes[0])
+    assert isinstance(node.target, OpOverload)
+    row = OPS.get(str(node.target))
+    return _is_annotated(node.target) and (row is None or row.view)
+
+
+def _is_annotated(target: OpOverload) -> bool:
+    """Whether torch's schema says that a result may share the memory of an operand."""
+    return any(argument.alias_info is not None for argument in target._schema.arguments)
+
+
 def _again_ordered(again: fx.Graph, groups: Sequence[_SegmentPlan]) -> list[fx.Node | _SegmentPlan]:
     """The statements of what runs again, with segments where their last operators are."""
     last = {group.nodes[-1].name: group for group in groups}
-    others = {node.name for group in groups for node in group.nodes} - last.keys()
+    others = {node.name for group in groups for node in (*group.nodes, *group.views)} - last.keys()
     return [last.get(node.name, node) for node in again.nodes if node.name not in others]
 
 
@@ -155,8 +197,7 @@ def _ordered(
 
 def _pays(nodes: Sequence[fx.Node]) -> bool:
     """Whether there is anything to fuse: at least two statements compute, and are no views."""
-    schemas = [node.target._schema for node in nodes if isinstance(node.target, OpOverload)]
-    return sum(all(argument.alias_info is None for argument in each.arguments) for each in schemas) > 1
+    return sum(isinstance(node.target, OpOverload) and not _is_annotated(node.target) for node in nodes) > 1
 
 
 def _segment(group: _SegmentPlan, compiler: Compiler) -> Segment:
@@ -198,9 +239,11 @@ def _rebuilt(program: fx.Graph, order: Iterable[fx.Node | _SegmentPlan], results
         call = graph.create_node("call_function", run_segment, args, {}, name)
         if len(outputs) == 1:
             made[outputs[0]] = call
-            continue
-        for place, value in enumerate(outputs):
-            made[value] = graph.create_node("call_function", getitem, (call, place), {}, value.name)
+        else:
+            for place, value in enumerate(outputs):
+                made[value] = graph.create_node("call_function", getitem, (call, place), {}, value.name)
+        for view in each.views:
+            made[by_name[view.name]] = graph.node_copy(by_name[view.name], made.__getitem__)
     graph.output(fx.node.map_arg(results, made.__getitem__))
     return graph
 

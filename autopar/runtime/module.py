@@ -30,7 +30,7 @@ from autopar.runtime.data.sampler import DistributedBatchSampler
 from autopar.runtime.host.gradient_buckets import Buckets
 from autopar.runtime.layers.segment import Compilation, Compiler, segments_in
 from autopar.runtime.offload.block_hooks import parts_at_home
-from autopar.runtime.offload.early_update import check_separate
+from autopar.runtime.offload.early_update import AFTER, EarlyUpdates, check_separate
 from autopar.runtime.offload.executor import OffloadExecutor
 from autopar.runtime.optim.gradients import Holders, know_each_other
 from autopar.runtime.optim.optimizer import Groups, StateKeeper, expect_state, make_optimizer
@@ -82,6 +82,7 @@ class ParallelModule(Fronts):
         state_bytes: of optimizer state, per element of the parameters, that the plan counts.
         pipeline: the ranks that hold the same part of other stages.
         offload: moves parameters and gradients between tiers, if they move.
+        early: updates parameters in backward, if the plan does.
         maker: makes programs for these; ``None``: there are none.
         slabs: parameters that hold several of the original's.
         compiler: of blocks, if they are compiled.
@@ -106,12 +107,13 @@ class ParallelModule(Fronts):
         state_bytes: int,
         pipeline: PipelineRanks | None = None,
         offload: OffloadExecutor | None = None,
+        early: EarlyUpdates | None = None,
         maker: Maker | None = None,
         slabs: tuple[Slabs, ...] = (),
         compiler: Compiler | None = None,
     ):
         super().__init__()
-        self.offload, self._state_bytes = offload, state_bytes
+        self.offload, self._early, self._state_bytes = offload, early, state_bytes
         self.slabs, self.compiler = slabs, compiler
         self.interface, self.mesh, self.device_mesh, self.rank = interface, mesh, device_mesh, rank
         self.state, self.pipeline = state, pipeline
@@ -202,8 +204,9 @@ class ParallelModule(Fronts):
         it as any other. Adam and AdamW step by torch's fused kernels, unless ``fused``, ``foreach`` or
         ``differentiable`` is given; torch's other fused kernels take no DTensors. Of a plan with model data on disk
         its state goes to files after the first step, where one that is made otherwise keeps it in the host's memory.
-        Of a plan that updates in backward (pin ``update``), ``backward()`` updates what has its home on the host,
-        and ``step()`` only ends the step: there is nothing to clip or unscale between them.
+        Of a plan that updates in backward (pin ``update``), ``backward()`` updates what has its home on the host, or
+        what one block alone reads where everything is on the device, and ``step()`` ends the step with what is left:
+        there is nothing to clip or unscale between them.
 
         Where ranks hold parts of parameters, an optimizer that updates every element by itself steps these; so does one
         that goes by norms of whole parameters (:class:`autopar.Lamb`, :class:`autopar.Lars`). One that needs whole
@@ -229,10 +232,16 @@ class ParallelModule(Fronts):
             InputError: ranks hold parts of the model, and the optimizer updates neither every element nor every
                 parameter by itself; or it needs whole ones, and the plan keeps them elsewhere; a pattern matches no
                 parameter; masters of ``master_dtype`` do not hold what parameters do, or the optimizer cannot step
-                them; or the plan updates in backward, and the optimizer does not update each parameter by itself.
+                them; or the plan updates in backward, and the optimizer does not update each parameter by itself, or
+                is only for some.
             InfeasibleError: by ``step()``, or where that updates by ``backward()``: the disk has no room for the state.
                 The step is made, and the next one tries again.
         """
+        if self._early is not None and only is not None:
+            raise InputError(
+                "only: backward updates parameters by one optimizer (pin 'update' is 'backward'), and lets their "
+                f"gradients go, which another one would wait for: {AFTER}"
+            )
         buffers = {leaf.name for leaf in self._leaf_names.values() if leaf.kind == "buffer"}
         parameters = {self._everywhere[name]: parameter for name, parameter in self.named_parameters()}
         if only is not None:
@@ -252,10 +261,10 @@ class ParallelModule(Fronts):
             expect_state(made, self._state_bytes)
         if self.offload is not None and self.offload.engine.disk is not None:
             StateKeeper(self.offload.engine.disk).watch(made)
-        if self.offload is not None and self.offload.updates_in_backward:
+        if self._early is not None:
             for each in ({}, *groups):
                 check_separate(make, {**options, **{key: value for key, value in each.items() if key != "params"}})
-            self.offload.early.update_by(made)
+            self._early.update_by(made)
         return made
 
     def accumulate_gradients_in(self, dtype: torch.dtype) -> None:
@@ -270,14 +279,16 @@ class ParallelModule(Fronts):
             dtype: e.g. ``torch.float32``.
 
         Raises:
-            InputError: it does not hold what gradients do; there are some in another one; or they have their home
-                beside the device.
+            InputError: it does not hold what gradients do; there are some in another one; they have their home
+                beside the device; or backward uses them.
         """
         if self.offload is not None:
             raise InputError(
                 "the plan keeps gradients beside the device, where they are added up in the dtype of their parameter: "
                 "plan with pin={'offload': 'none'}, or convert the model to a wider dtype before it is planned"
             )
+        if self._early is not None:
+            raise InputError(f"gradients are added up in {dtype}, and backward uses each one by itself: {AFTER}")
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         for name, parameter in trained.items():
             if torch.promote_types(parameter.dtype, dtype) != dtype:
@@ -298,8 +309,13 @@ class ParallelModule(Fronts):
         """Who steps each of these parameters that is cut, where an optimizer steps whole ones.
 
         Raises:
-            InputError: they are at home beside the device.
+            InputError: they are at home beside the device, or updated before all gradients are there.
         """
+        if self._early is not None:
+            raise InputError(
+                "the optimizer needs whole parameters, which are gathered on one rank each and stepped together, and "
+                f"backward updates each block's by themselves (pin 'update' is 'backward'): {AFTER}"
+            )
         if self.offload is not None:
             raise InputError(
                 "the optimizer needs whole parameters, which are gathered on one rank each, and the plan keeps "
@@ -579,7 +595,7 @@ class ParallelModule(Fronts):
         """What this rank holds, by name: of a parameter its part, whose gradient is the parameter's."""
         tensors = {name: lookup(self, name) for name in self._leaf_names}
         if self.offload is None:
-            return local_parts(tensors, self.buckets)
+            return local_parts(tensors, self.buckets, self._early)
         carried = {name: t for name, t in tensors.items() if isinstance(t, DTensor) and self.offload.holds(name)}
         others = {name: t for name, t in tensors.items() if name not in carried}
         if isinstance(self.program, PipelineStep):
@@ -727,7 +743,7 @@ class ParallelModule(Fronts):
 
 def _readable(code: str, name: str) -> str:
     """A program's text as :func:`readable`, with the runtime's functions by their own names."""
-    words = "convert|(?:replicate|gather)_parameters|gather_ahead|draw|(?:enter|leave)_block"
+    words = "convert|(?:replicate|gather|complete)_parameters|gather_ahead|draw|(?:enter|leave)_block"
     code = re.sub(rf"\bautopar_runtime_\w+?_(?={words})", "", code)
     code = re.sub(r"\bautopar_runtime_layers_[a-z]+_", "layers.", code)
     code = re.sub(r"\bautopar_emit_block_program_getitem\((\w+), (\d+)\)", r"\1[\2]", code)

@@ -63,7 +63,7 @@ from planner.formulation.resharding import Collective
 from planner.formulation.search_space import Space
 from planner.formulation.stage_boundaries import Exchange, exchanges
 from planner.formulation.strategies import Choice
-from planner.formulation.training import Training
+from planner.formulation.training import Training, Update
 from planner.formulation.variables import Variable
 from planner.ir.folding import Folded, fold, refold
 from planner.ir.graph import Ref
@@ -373,7 +373,9 @@ def _compared(
     real = assignment.space.mesh
     small = real if real.size <= SIMULATED_RANKS else _shrunk(real.micro_batched(1)).micro_batched(real.micro_batches)
     like = refold(assignment.space.folded, ref.traced.graph)
-    training = Training(unsharding=assignment.space.unsharding, discards=assignment.space.training.discards)
+    given = assignment.space.training
+    update: Update = "backward" if given.updates_on_device else "after"
+    training = Training(update=update, unsharding=assignment.space.unsharding, discards=given.discards)
     cluster = assignment.space.cost.cluster
     pins = Pins(batch_norm=None if ref.normalized_apart == 1 else "micro_batch", streamed=True)
     space = space_on(ref.traced, small, cluster, pins, like, assignment.space.stages, training)

@@ -198,7 +198,7 @@ class LocalCosts:
 
     def storage(self, node: Node, layout: Layout) -> tuple[float, int]:
         """Seconds once a step for one leaf, to update and to move it, and the bytes of it that a device always holds:
-        parameter, gradient and optimizer state.
+        parameter, gradient unless backward uses it, and optimizer state.
         """
         tensor = node.results[0]
         held = local_bytes(tensor, layout, self.mesh)
@@ -207,7 +207,8 @@ class LocalCosts:
         seconds = self.update_s(node, layout) + self.moved_s(node, layout)
         if self.training.tier != "device":
             return seconds, 0
-        return seconds, held * (1 + tensor.grad) + self.state_bytes(node, layout)
+        keeps_gradient = tensor.grad and not self.training.updates_on_device
+        return seconds, held * (1 + keeps_gradient) + self.state_bytes(node, layout)
 
     def state_bytes(self, node: Node, layout: Layout) -> int:
         """Bytes of optimizer state for one parameter."""

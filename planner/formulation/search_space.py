@@ -353,7 +353,7 @@ class Space(LocalCosts):
         """Bytes of the gradient of a parameter where a step has one micro-batch: there is no moment at which all that
         is saved and all gradients are there.
         """
-        is_alone = self.mesh.micro_batches == 1 and self.training.tier == "device"
+        is_alone = self.mesh.micro_batches == 1 and self.training.tier == "device" and self.training.update == "after"
         is_trained = leaf.op == "param" and leaf.results[0].grad
         return local_bytes(leaf.results[0], layout, self.mesh) if is_alone and is_trained else 0
 

@@ -25,8 +25,8 @@ class Training:
             updates them, and devices hold of them what they use; or either, of each block what fits
             (:mod:`planner.analysis.offload.step_timing`); or in files, which the host updates. To the search, which
             decides before that, either is the host.
-        update: when the host updates what is at home there: after all of backward, or in backward, each block as soon
-            as its gradients are complete. To the search it is after.
+        update: when parameters are updated: after all of backward, or in backward, each block's as soon as its
+            gradients are complete. To the search of what is at home on the host it is after.
         activations: of how many blocks what is saved for backward may leave for where model data is at home.
         unsharding: when parameters are gathered, and their gradients reduced.
         discards: names of the outputs that a step does not keep, see :mod:`planner.formulation.discarded_outputs`;
@@ -49,6 +49,11 @@ class Training:
             repeats: whether it has several instances.
         """
         return self.compile or cluster.software.compile == "all" or (cluster.software.compile == "layers" and repeats)
+
+    @property
+    def updates_on_device(self) -> bool:
+        """Whether devices update parameters in backward, so that all gradients are never there at once."""
+        return self.update == "backward" and self.tier == "device"
 
     @property
     def on_disk(self) -> bool:

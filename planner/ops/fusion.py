@@ -9,7 +9,7 @@ is between stays in registers. The rules are inductor's own, in words:
 * a reduction joins what reads its rows and what it reads, where both run over as many elements;
 * kernels over as many elements that read the same tensor are one, unless one waits for a product of the other.
 
-Backward of a kernel reads the gradients of its roots and the memory that it read, from which it makes again what it
+Backward of a kernel reads the gradients of its roots and the memory that it read, from which it recomputes what it
 needs (the partitioner of AOTAutograd saves what forward has in memory anyhow), and writes the gradient of each operand
 once, with what other readers have found of it added. Gradients of weights that are broadcast are sums over the other
 dims, a kernel of their own, for all weights of a block that need the same tensors.

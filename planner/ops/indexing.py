@@ -189,9 +189,11 @@ def _looked_up(node: Node, names: list[str]) -> tuple[list[str], list[str]]:
 
 
 def index_add(*, adds: bool) -> RuleOf:
-    """``source`` added, or copied, to the places that a vector of indices names."""
+    """``source`` added, or copied, to the places that a vector of indices names; a number is whole."""
 
     def rule(node: Node, operands: Operands) -> Rule:
+        if not operands[0].shape or not operands[2].shape:  # numbers, which have no dim to be sharded
+            return everything_whole(node, operands)
         names = letters(len(operands[0].shape))
         found, dim = _looked_up(node, names)
         ins = [names, ["n"] * len(operands[1].shape), found]

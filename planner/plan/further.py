@@ -149,8 +149,13 @@ def _space(plan: Plan, folded: Folded, mesh: Mesh, stored: StoredLayouts, pins: 
 
 
 def _training(plan: Plan) -> Training:
-    given: dict[str, Any] = {"unsharding": plan.unsharding, "discards": plan.discards, "compile": plan.pins.compile}
-    return Training(plan.optimizer_bytes_per_element, **given)
+    return Training(
+        plan.optimizer_bytes_per_element,
+        update=plan.pins.update,
+        unsharding=plan.unsharding,
+        discards=plan.discards,
+        compile=plan.pins.compile,
+    )
 
 
 def _in_stages(

@@ -256,12 +256,16 @@ def _best_first(
         if best is not None and is_late:
             closed += [close(each, best) for branch in waiting for each in branch.every]
             break
+        waiting = [raised(context, branch) for branch in waiting]
+        over = {id(branch) for branch in waiting if is_near(context, branch, best) or is_reached(branch.bound_s, best)}
+        closed += [close(each, best) for branch in waiting if id(branch) in over for each in branch.every]
+        waiting = [branch for branch in waiting if id(branch) not in over]
+        if not waiting:
+            break
         chosen = _of_turn(waiting, next(turns), best)
         branch = min(chosen, key=lambda branch: _priority(branch, first, larger, best))
-        waiting.remove(branch)
-        branch = raised(context, branch)
-        is_left_out = is_late and branch.formulated is None and len(closed) + 1 < len(configs)
-        if is_left_out or is_near(context, branch, best) or is_reached(branch.bound_s, best):
+        waiting = [each for each in waiting if each is not branch]
+        if is_late and branch.formulated is None and len(closed) + 1 < len(configs):
             closed += [close(each, best) for each in branch.every]
             continue
         for each in evaluate_candidate(context, decision_graph, branch, best):

@@ -77,13 +77,24 @@ def evaluate_candidate(
 
 def raised(context: SearchContext, branch: Branch) -> Branch:
     """The branch bounded by what plans with fewer micro-batches take where memory and waiting cost nothing."""
-    config = branch.candidate.config
-    if branch.pipeline is None or branch.is_priced:
+    if branch.is_priced:
         return branch
+    bounds_s = [_least_s(context, each) for each in branch.every]
+    if all(bound_s == each.candidate.bound_s for bound_s, each in zip(bounds_s, branch.every, strict=True)):
+        return branch
+    first, *others = (
+        replace(each, candidate=replace(each.candidate, bound_s=bound_s))
+        for bound_s, each in zip(bounds_s, branch.every, strict=True)
+    )
+    return replace(first, others=tuple(others))
+
+
+def _least_s(context: SearchContext, branch: Branch) -> float:
+    """Its bound, or what is known of fewer micro-batches."""
+    config = branch.candidate.config
     known = context.free_s.get(config.any_micro_batches, {})
-    found = [free_s for fewer, free_s in known.items() if config.mesh.micro_batches % fewer == 0]
-    bound_s = max(branch.candidate.bound_s, *found, 0.0)
-    return replace(branch, candidate=replace(branch.candidate, bound_s=bound_s))
+    found = (free_s for fewer, free_s in known.items() if config.mesh.micro_batches % fewer == 0)
+    return max(branch.candidate.bound_s, *found, 0.0)
 
 
 def _fewer(context: SearchContext, branch: Branch) -> ParallelConfig | None:

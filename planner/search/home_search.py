@@ -68,10 +68,13 @@ def _at(home: Offload, context: SearchContext, deadline: float) -> SearchContext
 
 
 def _may_fit(context: SearchContext, graph: Graph) -> bool:
-    """Whether devices have room for parameters, gradients and optimizer state, shared by all of them."""
+    """Whether devices have room for parameters, gradients that are kept and optimizer state, shared by all of them."""
     cluster, state_bytes = context.cost.cluster, 0
     for kind in (leaf.results[0] for leaf in graph.leaves if leaf.op == "param"):
         state_bytes += kind.size_bytes
         if kind.grad:
-            state_bytes += kind.size_bytes + kind.numel * context.training.optimizer_bytes_per_element
+            state_bytes += (
+                kind.size_bytes * (not context.training.updates_on_device)
+                + kind.numel * context.training.optimizer_bytes_per_element
+            )
     return state_bytes <= cluster.world_size * context.limit_bytes

@@ -51,6 +51,16 @@ def _gathers_both_ways(pins: Pins) -> bool:
         return True
 
 
+def check_update(pins: Pins) -> None:
+    """Refuse updates in backward with micro-batches; raises :class:`PinError`."""
+    if pins.micro_batched and pins.update == "backward":
+        raise PinError(
+            "pin 'update' is 'backward', but a micro-batched step has its gradients before the loss's backward says "
+            "by how much they are scaled, so that none can be used earlier: pin 'update' 'after', or leave out "
+            "'pipeline' and 'micro_batches'"
+        )
+
+
 def check_schedule(pins: Pins, left_out: str) -> None:
     """Refuse pins that say how a pipeline runs where there can be none; raises :class:`PinError`."""
     if (left_out or is_whole(pins)) and (pins.schedule or pins.virtual_stages):

@@ -39,12 +39,6 @@ def check_offloads(cluster: ClusterSpec, pins: Pins) -> None:
             "weights to a later action or step than their block's backward, where they could not leave the device: pin "
             "'schedule' '1f1b', 'interleaved_1f1b' or 'gpipe', or 'offload' 'none'"
         )
-    if pins.micro_batched and pins.update == "backward":
-        raise PinError(
-            "pin 'update' is 'backward', but a micro-batched step has its gradients before the loss's backward says "
-            "by how much they are scaled, so that none can be used earlier: pin 'update' 'after', or leave out "
-            "'pipeline' and 'micro_batches'"
-        )
     cluster.home(pins.tier == "disk")
 
 

@@ -67,7 +67,7 @@ class ParallelConfig:
         """Micro-batches that the average rank holds, about: half as many as stages, where there are so many."""
         return min(self.mesh.micro_batches, (self.stages + 1) / 2)
 
-    @property
+    @cached_property
     def any_micro_batches(self) -> tuple[int, Mesh, Unsharding]:
         """What is the same of configurations that differ in micro-batches."""
         return self.stages, self.mesh.micro_batched(1), self.unsharding

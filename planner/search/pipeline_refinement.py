@@ -45,10 +45,10 @@ def _refine(context: SearchContext, space: Space, config: ParallelConfig, best: 
     """The best plan, or a faster one of a space."""
     ends, held = context.levels.ends(space.folded), space.holding(config.in_flight)
     problem = held.problem(None, ends[0])
-    if most_bytes(problem) <= context.limit_bytes:
+    if most_bytes(problem) <= context.limit_bytes or context.is_late():
         return best
     for choices in corners(problem):
-        if evaluate(problem, choices).time_s < best.evaluation.time_s and not context.is_late():
+        if not context.is_late() and evaluate(problem, choices).time_s < best.evaluation.time_s:
             best = _faster(best, _cut(context, space, config, choices))
     highest = math.floor(math.log(max(1, context.limit_bytes), STEP))
     for amount in dict.fromkeys(ends):

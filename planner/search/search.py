@@ -29,7 +29,7 @@ from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
 from planner.search.home_search import search_homes
-from planner.search.left_out import check_schedule, why_no_pipelines
+from planner.search.left_out import check_schedule, check_update, why_no_pipelines
 from planner.search.micro_batch_search import ModelBlocks, search_micro_batches
 from planner.search.offload_search import check_offloads
 from planner.search.search_context import Progress, SearchContext
@@ -109,6 +109,7 @@ def begin_search(
     check_gap(gap)
     check_axes(max_axes)
     start = time.monotonic()
+    check_update(pins)
     if pins.tier != "device":
         check_offloads(cluster, pins)
     if not folding and pins.micro_batched:

@@ -35,7 +35,10 @@ def batch(step: int) -> dict[str, Tensor]:
 
 
 def trains_members_on_ranks() -> None:
-    """Each rank has half of the members, steps them by their own rates, and stops one of them."""
+    """Each rank has half of the members, steps them by their own rates, and stops one of them.
+
+    For the last step all of it moves to an array whose members are sharded inside, as a checkpoint would have it.
+    """
     torch.manual_seed(0)
     members = [Member().double() for _ in range(MEMBERS)]
     array = autopar.array(copy.deepcopy(members), vary=RATES)
@@ -50,6 +53,14 @@ def trains_members_on_ranks() -> None:
     for step in range(4):
         if step == 2:
             array.stop(STOPPED)
+        if step == 3:
+            held = autopar.hold(pmodel, optimizer)
+            array = autopar.array([Member().double() for _ in range(MEMBERS)], vary={"lr": [1.0] * MEMBERS})
+            pin = {"model": 1, "data": 2, "zero": 3}
+            pmodel = autopar.parallelize(array, cluster_of(2), example_kwargs=batch(0), pin=pin)
+            optimizer = array.optimizer(torch.optim.SGD, pmodel)
+            autopar.reshard(held, pmodel, optimizer)
+            assert array.stopped == (STOPPED,)
         out = pmodel(**pmodel.shard(batch(step)))
         out.loss.backward()
         optimizer.step()

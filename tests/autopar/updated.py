@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.offload.early_update import Used
+from autopar.runtime.offload.early_update import EarlyUpdates, Used
+from autopar.runtime.spmd import parameters
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.plan.plan import Plan
 from tests.autopar.carried import adamw_of_both, another, loss_of, model_of, parallel, same_values
 
 EARLY: dict[str, Any] = {"offload": "host", "update": "backward"}
+ON_DEVICE: dict[str, Any] = {"recompute": "none", "update": "backward"}
 
 
 class Block(nn.Module):
@@ -108,6 +113,58 @@ def trains_as_planned(name: str, document: dict[str, Any]) -> None:
     at_home = sum(memory.numel() for memory in offload._shared._made.values())
     assert at_home <= sum(sorted(each.bytes for each in early)[-3:])
     same_values(pmodel, model)
+
+
+def trains_on_devices(pins: list[dict[str, Any]]) -> None:
+    """Four steps of AdamW under each: all gradients are used in backward, and parameters are those of one device.
+
+    Where blocks reduce theirs, a block's are used once those of the block before it are on their way.
+    """
+    for pin in pins:
+        torch.manual_seed(0)
+        model = Deep().double()
+        cluster = ClusterSpec.local(dist.get_world_size())
+        pmodel = autopar.parallelize(
+            copy.deepcopy(model), cluster, example_kwargs={"x": batch(0)}, pin={**pin, "update": "backward"}
+        )
+        optimizers = adamw_of_both(model, pmodel)
+        with recorded() as events:
+            for seed in range(4):
+                events.clear()
+                for m, optimizer in zip((model, pmodel), optimizers, strict=True):
+                    loss_of(m, {"x": batch(seed)}).backward()
+                    assert m is model or were_updated(pmodel)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        same_values(pmodel, model)
+        used = [each for each in events if each != "reduce"]
+        assert used == [*(f"block {n} ({path})" for n, path in BLOCKS), "what several blocks read"], used
+        if "data" in pin:
+            assert all(events[: events.index(name)].count("reduce") > n for n, name in enumerate(used[:-1], 1)), events
+
+
+BLOCKS = [(5, "head"), *((n, f"blocks.{n - 1}") for n in (4, 3, 2, 1)), (0, "stem")]
+"""As backward is over with them."""
+
+
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """What is reduced, and which blocks' gradients are used, in order."""
+    events: list[str] = []
+    use, scatter, reduce = EarlyUpdates.use, parameters.reduce_scatter, dist.all_reduce
+
+    def using(self: EarlyUpdates, name: str, *args: Any) -> None:
+        events.append(name)
+        use(self, name, *args)
+
+    def told(function: Any) -> Any:
+        return lambda *args, **kwargs: (events.append("reduce"), function(*args, **kwargs))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EarlyUpdates, "use", using)
+        patch.setattr(parameters, "reduce_scatter", told(scatter))
+        patch.setattr(dist, "all_reduce", told(reduce))
+        yield events
 
 
 def refuses_clipping_on_all_ranks(name: str, document: dict[str, Any]) -> None:

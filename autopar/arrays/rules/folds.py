@@ -19,7 +19,7 @@ def channels_folded(call: OperatorCall, value: MemberValue, spatial: int) -> Dat
 
 
 def channels_unfolded(call: OperatorCall, data: Data, spatial: int, place: int = 0) -> Data:
-    """What :func:`channels_folded` has done, undone for a result."""
+    """Undo :func:`channels_folded` for a result."""
     shape = call.results[place].shape
     channels = shape[len(shape) - spatial - 1]
     last = shape[len(shape) - spatial :]

@@ -1,9 +1,10 @@
-"""Updates chunks of parameters on the host while backward still runs.
+"""Updates parameters while backward still runs: chunks of them on the host, or those of a block on the device.
 
 Where a plan says so, gradients are handed on as a chunk of them leaves the device. A thread waits until they are at
-home, steps the optimizer over this chunk's parameters and no others, and lets the gradients go. When backward is over,
-all of this is. ``optimizer.step()`` then ends the step: it steps what has gradients still, and what the optimizer
-counts and calls goes on once.
+home, steps the optimizer over this chunk's parameters and no others, and lets the gradients go. Of a plan with
+everything on the device a block's are handed on when they are reduced, and used in the stream that computes. When
+backward is over, all of this is. ``optimizer.step()`` then ends the step: it steps what has gradients still, and what
+the optimizer counts and calls goes on once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
 import torch
@@ -104,25 +105,43 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+class AtOnce(Executor):
+    """Runs what it is given where it is given."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """What became of it."""
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
+def in_thread(device: torch.device) -> Executor:
+    """Runs what it is given in order, in a thread of its own beside what this device computes."""
+    # The thread's own current device is the first one, on which optimizers that ask for a stream would begin one.
+    begin = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
+    return ThreadPoolExecutor(1, "autopar-update", begin)
+
+
 class Updates:
-    """Steps an optimizer by chunks, in order, in a thread of its own; lives as long as the optimizer.
+    """Steps an optimizer by chunks, in order; lives as long as the optimizer.
 
     Args:
         optimizer: whose hooks so far belong to how it steps; others are called when the step ends.
-        device: where the program computes.
+        executor: what steps.
 
     Attributes:
         is_replaced: whether another optimizer updates in its place.
         is_over: whether backward has updated, and is over, and the step has not ended.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
+    def __init__(self, optimizer: torch.optim.Optimizer, executor: Executor):
         self.is_replaced = self.is_over = False
         self._optimizer = weakref.ref(optimizer)
         self._hooks = optimizer._optimizer_step_pre_hooks.copy(), optimizer._optimizer_step_post_hooks.copy()
-        # The thread's own current device is the first one, on which optimizers that ask for a stream would begin one.
-        begin = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "autopar-update", begin)
+        self._executor = executor
         self._partly: Partly | None = None
         self._started: dict[str, Future[None]] = {}
         self._parameters: list[DTensor] = []
@@ -141,7 +160,7 @@ class Updates:
         if self._partly is None:
             self._partly = Partly(optimizer, self._hooks)
         self._parameters += grads
-        self._started[chunk] = self._thread.submit(_update, self._partly, grads, arriving)
+        self._started[chunk] = self._executor.submit(_update, self._partly, grads, arriving)
 
     def settle_next(self) -> bool:
         """Wait for the next update to be over, however it ends; whether there was one."""
@@ -230,18 +249,22 @@ class Updates:
 
 
 class EarlyUpdates:
-    """Updates that the host makes while backward runs: by which optimizer, and whether in this step.
+    """Updates that are made while backward runs: by which optimizer, and whether in this step.
 
     Args:
-        device: where the program computes.
+        executor: makes what steps an optimizer.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, executor: Callable[[], Executor]):
+        self._executor = executor
         self._updates: weakref.ref[Updates] | None = None
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._given: Mapping[str, DTensor] = {}
         self._is_updating: bool | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EarlyUpdates:
+        """One without an optimizer."""
+        return EarlyUpdates(self._executor)
 
     @property
     def _current(self) -> Updates | None:
@@ -252,7 +275,7 @@ class EarlyUpdates:
         """Let an optimizer update in backward, in place of the one before, for as long as it lives."""
         if (current := self._current) is not None:
             current.replace()
-        self._updates = weakref.ref(Updates(optimizer, self._device))
+        self._updates = weakref.ref(Updates(optimizer, self._executor()))
 
     def begin_with(self, parameters: Mapping[str, DTensor]) -> None:
         """The program begins with these parameters; raises :class:`InputError` if a step has not ended."""
@@ -266,21 +289,29 @@ class EarlyUpdates:
         """A call of the model, of which backward may come: its node of autograd."""
         self._calls.add(call)
 
-    def update(self, chunks: Iterable[ChunkMemory]) -> None:
-        """The host computes: gradients that it uses go to the optimizer as soon as they are at home."""
-        current = self._current
+    def updates(self) -> bool:
+        """Whether this backward updates parameters; raises :class:`InputError` if one before has."""
+        self.check_not_over()
         if self._is_updating is None:
-            self._is_updating = current is not None and may_update(self._calls, self._given)
+            self._is_updating = self._current is not None and may_update(self._calls, self._given)
             if self._is_updating:
                 self._calls.clear()  # no graph so far can be undone from here on
-        for chunk in chunks if self._is_updating else ():
-            if isinstance(chunk, Gradients) and current is not None:
+        return self._is_updating
+
+    def update(self, chunks: Iterable[ChunkMemory]) -> None:
+        """The host computes: gradients that it uses go to the optimizer as soon as they are at home."""
+        for chunk in chunks if self.updates() else ():
+            if isinstance(chunk, Gradients):
                 found, arriving = chunk.leave()
-                given = {self._given[each]: grad for each, grad in found.items()}
-                grads: dict[DTensor, Tensor] = {
-                    each: DTensor(grad, each._spec, requires_grad=False) for each, grad in given.items()
-                }
-                current.start(chunk.name, grads, arriving)
+                self.use(chunk.name, {self._given[each]: grad for each, grad in found.items()}, arriving)
+
+    def use(self, name: str, grads: Mapping[DTensor, Tensor], arriving: Any = None) -> None:
+        """Update parameters by these gradients, of a chunk or a block, when they have arrived."""
+        if (current := self._current) is not None:
+            made: dict[DTensor, Tensor] = {
+                each: DTensor(grad.contiguous(), each._spec, requires_grad=False) for each, grad in grads.items()
+            }
+            current.start(name, made, arriving)
 
     def finish(self, call: Any) -> None:
         """Backward of a call is over: wait for all updates; raises what one of them raised."""

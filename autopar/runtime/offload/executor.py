@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from autopar.runtime.autograd.saved_handle import SavedHandle
 from autopar.runtime.host.disk import OffloadFiles
 from autopar.runtime.offload.activations import Activations
 from autopar.runtime.offload.chunk_memory import CopyEngine, Gradients, Homes, Parameters, Sums, chunk_at
-from autopar.runtime.offload.early_update import EarlyUpdates
+from autopar.runtime.offload.early_update import EarlyUpdates, in_thread
 from autopar.runtime.offload.saved_tensors import SavedTensors
 from autopar.runtime.offload.transfers import Transfers
 from planner.analysis.memory.storages import BEFORE
@@ -102,7 +103,7 @@ class OffloadExecutor:
         homes: Sequence[int] = (),
     ):
         self.engine, self.micro_batched = CopyEngine(device, disk), micro_batched
-        self.early = EarlyUpdates(device)
+        self.early = EarlyUpdates(partial(in_thread, device))
         self.transfers = Transfers(table, moments, self.engine, micro_batched, self.early.update)
         self.parameters = {
             each.name: Parameters(each.name, each.bytes, each.starts, device, self.transfers.arena, self.engine)

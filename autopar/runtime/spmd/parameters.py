@@ -6,12 +6,15 @@ gathered in one call, and their gradients reduced in one (:func:`gather_paramete
 backward: autograd takes the node that was made last first, so the parts, made before the program, come after all of
 it, and wait there. Gradients on their way to be reduced are whole, so they are waited for where the next block's are
 sent.
+
+Where a plan updates in backward, what one block alone reads passes :func:`complete_parameters` before that block. Its
+gradients are used there, once they are reduced and the next block's are on their way, and let go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import spmd_types as spmd
 import torch
@@ -26,6 +29,25 @@ from autopar.runtime.spmd.resharding import convert, local_type, open_strips
 from planner.ir.layout import Shard
 
 
+class Updater(Protocol):
+    """Updates parameters while backward runs, see :mod:`autopar.runtime.offload.early_update`."""
+
+    def begin_with(self, parameters: Mapping[str, DTensor]) -> None:
+        """A program begins with these."""
+
+    def called(self, call: Any) -> None:
+        """A call of the program, by the node of autograd that hands parameters their gradients."""
+
+    def updates(self) -> bool:
+        """Whether this backward does."""
+
+    def use(self, block: str, grads: Mapping[DTensor, Tensor]) -> None:
+        """Update parameters of a block by these gradients."""
+
+    def finish(self, call: Any) -> None:
+        """Backward of a call is over."""
+
+
 class _LocalParts(torch.autograd.Function):
     """``to_local()`` of all parameters at once, whose gradients are known to lie as the parameters do.
 
@@ -34,10 +56,13 @@ class _LocalParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, buckets, *parameters):  # type: ignore[no-untyped-def]
+    def forward(ctx, buckets, updater, *parameters):  # type: ignore[no-untyped-def]
         ctx.specs, ctx.buckets = [p._spec for p in parameters], buckets
-        ctx.pending, ctx.sent = [], _Sent()
+        ctx.pending, ctx.sent, ctx.completed = [], _Sent(), None
         ctx.set_materialize_grads(False)
+        if updater is not None:
+            ctx.buckets, ctx.completed = None, _Completed(parameters, updater, ctx)
+            updater.called(ctx)
         return tuple(p._local_tensor.detach() for p in parameters)
 
     @staticmethod
@@ -45,19 +70,26 @@ class _LocalParts(torch.autograd.Function):
         while ctx.pending:
             ctx.pending.pop(0).wait()
         ctx.sent.wait()
+        if ctx.completed is not None and ctx.completed.finish(ctx, grads):
+            grads = (None,) * len(grads)
         # Strides of a DTensor are those of its spec: autograd does not see what else a local gradient has, and fused
         # optimizers go through memory.
         found = [
             None if g is None else DTensor(g.contiguous(), spec, requires_grad=g.requires_grad)
             for g, spec in zip(grads, ctx.specs, strict=True)
         ]
-        return None, *found
+        return None, None, *found
 
 
 class _Sent:
-    """The gradients that are being reduced: of one block at a time, since they are there for as long."""
+    """The gradients that are being reduced: of one block at a time, since they are there for as long.
+
+    Attributes:
+        count: how often some were sent.
+    """
 
     def __init__(self) -> None:
+        self.count = 0
         self._last: tuple[Any, Tensor] | None = None
 
     def wait(self) -> None:
@@ -69,7 +101,75 @@ class _Sent:
     def put(self, work: Any, sent: Tensor) -> None:
         """Some are sent."""
         assert self._last is None
-        self._last = work, sent
+        self._last, self.count = (work, sent), self.count + 1
+
+
+class _Completed:
+    """Gradients of parameters that nobody adds to any more: of one block, perhaps on their way to be reduced.
+
+    Args:
+        parameters: all of them.
+        updater: what uses the gradients.
+        parts: the node whose results are the parts of the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[DTensor], updater: Updater, parts: Any):
+        self._parameters, self._updater, self._sent = parameters, updater, parts.sent
+        self._pending: list[Any] = parts.pending
+        self._last: tuple[str, dict[DTensor, Tensor], list[Any], int] | None = None
+
+    def take(self, block: str, grads: Mapping[int, Tensor]) -> bool:
+        """A block is over, with these gradients by number of the parameter; whether they are used here.
+
+        Those of the block before are used now, and these as soon where nothing is on its way.
+        """
+        if torch.is_grad_enabled() or not self._updater.updates():  # enabled: gradients are to be derived again
+            return False
+        before = 0 if self._last is None else self._last[3]
+        works, count = self._pending[:], self._sent.count
+        self._pending.clear()
+        self._use_last()
+        self._last = block, {self._parameters[number]: grad for number, grad in grads.items()}, works, count
+        if not works and count == before:
+            self._use_last()
+        return True
+
+    def finish(self, parts: Any, grads: Sequence[Tensor | None]) -> bool:
+        """Backward is over, with these gradients of all that several blocks read; whether they are used here."""
+        rest = {number: grad for number, grad in enumerate(grads) if grad is not None}
+        is_used = self.take("what several blocks read", rest)
+        self._use_last()
+        self._updater.finish(parts)
+        return is_used
+
+    def _use_last(self) -> None:
+        if self._last is not None:
+            (block, grads, works, count), self._last = self._last, None
+            for work in works:
+                work.wait()
+            if count == self._sent.count:  # else waited for where others were sent
+                self._sent.wait()
+            if grads:
+                self._updater.use(block, grads)
+
+
+class _Complete(torch.autograd.Function):
+    """Identity on what one block alone reads of the parts; backward has their gradients where the block is over."""
+
+    @staticmethod
+    def forward(ctx, block, *parameters):  # type: ignore[no-untyped-def]
+        ctx.block = block
+        ctx.set_materialize_grads(False)
+        return parameters
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        takers = [taker for taker in ctx.next_functions if taker[0] is not None]
+        parts = takers[0][0]
+        found = {place: grad for (_, place), grad in zip(ctx.next_functions, grads, strict=True) if grad is not None}
+        if parts.completed is not None and parts.completed.take(ctx.block, found):
+            grads = (None,) * len(grads)
+        return None, *grads
 
 
 def _parts_of(node: Any) -> tuple[Any, int] | None:
@@ -80,19 +180,24 @@ def _parts_of(node: Any) -> tuple[Any, int] | None:
         nodes read the gradients too.
     """
     takers = [(taker, place) for taker, place in node.next_functions if taker is not None]
+    if all(isinstance(taker, _Complete._backward_cls) for taker, _ in takers):
+        takers = [taker.next_functions[place] for taker, place in takers]
     return takers[0] if all(isinstance(taker, _LocalParts._backward_cls) for taker, _ in takers) else None
 
 
-def local_parts(tensors: Mapping[str, Tensor], buckets: Buckets) -> dict[str, Tensor]:
+def local_parts(tensors: Mapping[str, Tensor], buckets: Buckets, updater: Updater | None = None) -> dict[str, Tensor]:
     """What a rank holds, by name: of a parameter its part, whose gradient is the parameter's, in its layout.
 
     Args:
         tensors: parameters and buffers by name.
         buckets: where gradients of parameters that a block uses replicated are summed.
+        updater: updates parameters in backward, and lets their gradients go, which then are in no buckets.
     """
     trained = {name: t for name, t in tensors.items() if isinstance(t, DTensor) and t.requires_grad}
+    if updater is not None:
+        updater.begin_with(trained)
     frozen = {name: t._local_tensor.detach() for name, t in tensors.items() if isinstance(t, DTensor)}
-    parts = dict(zip(trained, _LocalParts.apply(buckets, *trained.values()), strict=True))
+    parts = dict(zip(trained, _LocalParts.apply(buckets, updater, *trained.values()), strict=True))
     return {**tensors, **frozen, **parts}
 
 
@@ -181,14 +286,18 @@ class _SumGradients(torch.autograd.Function):
         ]
         found = _parts_of(ctx)
         if found is None:
-            flat = torch.cat([term.reshape(-1) for term in terms])
+            flat = _joined(terms)
             dist.all_reduce(flat, group=ctx.axis)
         else:
             parts, place = found
-            flat = parts.buckets.joined(place, terms)
+            flat = _joined(terms) if parts.buckets is None else parts.buckets.joined(place, terms)
             parts.pending.append(dist.all_reduce(flat, group=ctx.axis, async_op=True))
         sums = flat.split([term.numel() for term in terms])
         return None, *(None if g is None else s.view_as(g) for s, g in zip(sums, grads, strict=True))
+
+
+def _joined(terms: Sequence[Tensor]) -> Tensor:
+    return torch.cat([term.reshape(-1) for term in terms])
 
 
 def replicate_parameters(parameters: Sequence[Tensor], axis: ProcessGroup) -> tuple[Tensor, ...]:
@@ -219,6 +328,19 @@ def gather_parameters(
     if spmd.is_type_checking():
         return tuple(convert(p, axis, shard, "R") for p, shard in zip(parameters, shards, strict=True))
     return _one_by_one(_Gather.apply(gathering or PrefetchedGather(parameters, axis), axis, tuple(shards), *parameters))
+
+
+def complete_parameters(parameters: Sequence[Tensor], block: str) -> tuple[Tensor, ...]:
+    """The same, of which backward updates the originals when it is over with a block, where it updates.
+
+    Args:
+        parameters: local parameters that this block alone reads, as they are stored.
+        block: its name.
+    """
+    if spmd.is_type_checking() or not torch.is_grad_enabled():
+        return tuple(parameters)
+    found: tuple[Tensor, ...] = _Complete.apply(block, *parameters)
+    return found
 
 
 def _one_by_one(parameters: Iterable[Tensor]) -> tuple[Tensor, ...]:

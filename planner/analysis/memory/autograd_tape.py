@@ -28,6 +28,8 @@ class Tape:
         together: bytes of one storage in which all of its gradients lie; 0: each has its own.
         bucket: where that storage lies if it is there from the start.
         sends: what it needs while it runs is sent, and there until the next such node runs.
+        uses: it uses the gradients of its results, which are parameters, and lets them go; where they are on their way
+            (``awaits_reduction``), when the next such node runs.
         keeps: its gradient stays when backward is over (a parameter's).
         awaits: how many gradients are still to come before it is done, if that matters.
         leaves: its gradient is not counted here, since it goes to the host as soon as its block runs its backward.
@@ -44,6 +46,8 @@ class Tape:
     together: int = 0
     bucket: Storage | None = None
     sends: bool = False
+    uses: bool = False
+    awaits_reduction: bool = False
     keeps: bool = False
     leaves: bool = False
     awaits: int = 0

@@ -23,6 +23,17 @@ def run_backward(walk: Walk, roots: list[Value]) -> None:
     for skip in reversed(skipped):
         run_skipped_backward(walk, skip)
     receive(walk)
+    for storage in walk.using:
+        heap.drop(storage)
+
+
+def use(walk: Walk, tape: Tape) -> None:
+    """Parameters are updated by the gradients of the block before, and by these if they are there."""
+    gradients = [*filter(None, tape.incoming)]
+    let_go = walk.using if tape.awaits_reduction else [*walk.using, *gradients]
+    for storage in let_go:
+        walk.heap.drop(storage)
+    walk.using = gradients if tape.awaits_reduction else []
 
 
 def receive(walk: Walk) -> None:
@@ -64,6 +75,9 @@ def run_node(walk: Walk, tape: Tape) -> None:
         return
     heap.enter("backward", tape.block)
     heap.moment(f"backward {tape.name}")
+    if tape.uses:
+        use(walk, tape)
+        return
     saved = [*tape.saved, *(frame.take(heap, storage) for frame, storage in tape.again)]
     if tape.sends:
         receive(walk)
@@ -80,7 +94,7 @@ def run_node(walk: Walk, tape: Tape) -> None:
         elif target.passes and came is not None:
             storage = heap.hold(came)
         else:
-            stays = target.tape.keeps or target.tape.together
+            stays = target.tape.keeps or target.tape.uses or target.tape.together
             size = 0 if target.tape.leaves else target.bytes
             storage = heap.new(f"gradient in {tape.name}", "gradients" if stays else "temporary", size)
         arriving.append((target, storage))

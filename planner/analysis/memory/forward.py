@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from planner.analysis.memory.autograd_tape import Frame, Target, Value
 from planner.analysis.memory.convert import convert
-from planner.analysis.memory.gather import gather, prefetch, sums_of
+from planner.analysis.memory.gather import complete, gather, prefetch, sums_of
 from planner.analysis.memory.readers import shares_of
 from planner.analysis.memory.remat_demand import gathered_again
 from planner.analysis.memory.storages import Storage
@@ -49,7 +49,7 @@ def run(walk: Walk, instance: Instance, level: Level, inputs: dict[Ref, Value]) 
 def _run_block(walk: Walk, instance: Instance, inputs: dict[Ref, Value]) -> dict[Ref, Value]:
     """Run one instance; returns its outputs, each held once."""
     heap, block = walk.heap, instance.block
-    frame = dict(inputs)
+    frame = complete(walk, block, inputs)
     for value in frame.values():
         heap.hold(value.storage)
     last = {ref: i for i, node in enumerate(block.nodes) for ref in node.inputs}

@@ -20,14 +20,14 @@ from planner.ir.layout import MICRO, Shard
 
 def _are_parameters(values: Iterable[Value]) -> bool:
     """Whether gradients of these values are those of parameters."""
-    return all(value.made[0].keeps for value in values if value.made)
+    return all(value.made[0].keeps or value.made[0].uses for value in values if value.made)
 
 
 def keeps_gradients(space: Space) -> bool:
     """Whether sums that leave as gradients lie in memory that is there throughout a step in one piece; see
     autopar/runtime/host/gradient_buckets.py.
     """
-    return space.cost.cluster.on_cpu and space.unsharding.overlaps_reduce
+    return space.cost.cluster.on_cpu and space.unsharding.overlaps_reduce and not space.training.updates_on_device
 
 
 def bucket_bytes(walk: Walk, values: Mapping[Ref, Value]) -> int:
@@ -106,6 +106,23 @@ def prefetch(
     tape.sends = not walk.is_away and _are_parameters(values)
     storages = _gather(walk, [value.storage for value in values], names, sizes, steps, ahead)
     return [Value(*each) for each in zip(storages, sizes, made, strict=True)]
+
+
+def complete(walk: Walk, block: Block, frame: Mapping[Ref, Value]) -> dict[Ref, Value]:
+    """What a block takes, with a node whose backward uses the gradients of what this block alone reads."""
+    refs = walk.alone.get(walk.number, ())
+    tape = walk.tape("update", len(refs)) if refs else None
+    if tape is None:
+        return {**frame}
+    tape.uses = True
+    tape.awaits_reduction = any(
+        _crosses(walk.assignment, step)
+        for bucket in walk.assignment.gather_buckets(block)
+        for ref, route in bucket.items()
+        for step in route
+        if ref in refs
+    )
+    return {**frame, **{ref: replace(frame[ref], made=(tape, number)) for number, ref in enumerate(refs)}}
 
 
 def following_of(walk: Walk) -> dict[int, int]:

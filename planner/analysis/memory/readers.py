@@ -27,6 +27,19 @@ def readers_of(assignment: Assignment) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
 
 
+def read_alone(assignment: Assignment) -> dict[int, tuple[Ref, ...]]:
+    """The parameters with gradients that one block alone reads, by its number: when backward is over with the block,
+    their gradients are complete.
+    """
+    graph, found = assignment.space.graph, dict[int, tuple[Ref, ...]]()
+    leaving = {ref.node for ref in assignment.space.leaving}
+    for name, numbers in readers_of(assignment).items():
+        is_trained = graph.by_name[name].results[0].grad
+        if is_trained and name not in leaving and not enters_before(assignment, name, numbers):
+            found[numbers[0]] = (*found.get(numbers[0], ()), Ref(name))
+    return found
+
+
 def shares_of(node: Node) -> tuple[int, ...]:
     """For each result of an operator: the operand in whose memory it is, or -1."""
     return shares(node) or (-1,) * len(node.results)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from planner.analysis.memory.autograd_tape import Frame, Tape, Value
 from planner.analysis.memory.offloadable import Saves
+from planner.analysis.memory.readers import read_alone
 from planner.analysis.memory.steady_state import Skip, Wiring
 from planner.analysis.memory.storages import BEFORE, Storage, StorageTracker
 from planner.formulation.decision_names import called
@@ -29,6 +30,8 @@ class Walk:
             chunk.
         ahead: what parameters came in that were gathered ahead.
         sent: what was sent to be reduced; ``buckets``: where sums of gradients lie, where they stay.
+        using: gradients that are used when the next block's are complete; ``alone``: what each block alone reads, where
+            backward uses its gradients.
         number: of the block that runs.
         is_away: whether parameters are at home elsewhere.
         leaves: their names; ``kept``: what skipped instances hold between forward and backward.
@@ -59,6 +62,8 @@ class Walk:
         self.ahead: list[Storage] = []
         self.sent: Storage | None = None
         self.buckets: Storage | None = None
+        self.using: list[Storage] = []
+        self.alone = read_alone(self.assignment) if self.space.training.updates_on_device else {}
         self.number = BEFORE
         self.is_away = self.space.training.tier != "device"
         self.leaves: dict[Storage, str] = {}

@@ -70,8 +70,8 @@ class Pins:
         offload: where model data is at home: on the ``host``; ``auto``: there, but of some blocks on the device, of as
             many as makes the step shortest; on ``disk``; ``none``: on the device; ``None``: there too, unless nothing
             fits.
-        update: when the host updates model data that is at home there: ``after`` all of backward, or in ``backward``,
-            each block as soon as its gradients are complete.
+        update: when parameters are updated: ``after`` all of backward, or in ``backward``, each block's as soon as its
+            gradients are complete.
         activations: of how many blocks, the first ones (of each stage), what is saved for backward may leave for where
             model data is at home: a count or ``all``; ``None`` leaves it to the search.
         streamed: linear layers may be streamed, where nothing in ``layers`` says so, too.
@@ -158,7 +158,7 @@ class Pins:
         context_kind = _context_kind(pin.pop("context_kind", None), sizes)
         recompute, keep = _recompute(pin.pop("recompute", None))
         offload = _offload(pin.pop("offload", None))
-        update = _update(pin.pop("update", None), offload)
+        update = _update(pin.pop("update", None))
         activations = _activations(pin.pop("activations", None), offload)
         layers = pin.pop("layers", {})
         if not isinstance(layers, Mapping) or not all(isinstance(axes, Mapping) for axes in layers.values()):
@@ -350,19 +350,14 @@ def _offload(value: object) -> Offload | None:
     return None
 
 
-def _update(value: object, offload: Offload | None) -> Update:
-    """When the host updates, if anything is at home there."""
+def _update(value: object) -> Update:
+    """When parameters are updated."""
     if value in (None, "after"):
         return "after"
     if value != "backward":
         raise PinError(
-            f"pin 'update' is {value!r}; the host updates parameters 'after' all of backward, or in 'backward', each "
+            f"pin 'update' is {value!r}; parameters are updated 'after' all of backward, or in 'backward', each "
             "block's as soon as their gradients are complete"
-        )
-    if offload in (None, "none"):
-        raise PinError(
-            "pin 'update' is 'backward', in which the host updates what is at home there, and nothing is: pin "
-            "'offload' too"
         )
     return "backward"
 

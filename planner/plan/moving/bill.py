@@ -112,7 +112,8 @@ class MovingBill:
         parts += [f"{in_bytes(sent)} are sent over {level}" for level, sent in self.received_bytes.items()]
         if self.lost_bytes:
             parts.append(f"{in_bytes(self.lost_bytes)} only a checkpoint has")
-        takes = "not known to take how long" if self.seconds is None else in_seconds(self.seconds)
+        unknown = "not known to take how long, as the cluster file does not say how fast its disk is"
+        takes = unknown if self.seconds is None else in_seconds(self.seconds)
         through = "" if self.checkpoint_s is None else f" ({in_seconds(self.checkpoint_s)} through a checkpoint)"
         return f"{', '.join(parts)}: {takes}{through}"
 
@@ -191,8 +192,8 @@ def _stayed(was: Sequence[int | None] | None, before: int, after: int) -> tuple[
     wrong = next((rank for rank in staying if rank not in range(before) or staying.count(rank) > 1), None)
     if wrong is not None:
         raise InputError(
-            f"was names rank {wrong} {staying.count(wrong)} times, and the old plan has ranks 0 to {before - 1}: give "
-            "each of the new ranks the one that it was, or None if it comes"
+            f"was names rank {wrong}{' twice' * (wrong in range(before))}, and the old plan has ranks 0 to "
+            f"{before - 1}: give each of the new ranks the one that it was, or None if it comes"
         )
     return tuple(was)
 

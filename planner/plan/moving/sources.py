@@ -1,4 +1,4 @@
-"""From whom a rank gets what it lacks: itself, then the nearest of those that hold it, in turns."""
+"""Which rank sends a part that another lacks: the nearest that holds it; equally near ones share the work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def level_between(one: int, other: int, spans: Sequence[int]) -> int:
 def source_of(rank: int, holders: Sequence[int], spans: Sequence[int]) -> int:
     """Which of the holders of a part sends it to a rank; the rank itself where it is one.
 
-    Ranks that are equally far away from several holders take different ones in turn.
+    Ranks that are equally far from several holders are spread evenly over them.
 
     Args:
         holders: in order, at least one.

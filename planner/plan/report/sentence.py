@@ -182,6 +182,8 @@ def _recomputed(pipeline: PipelinePlan | None, document: Document) -> dict[str, 
 
 def _offloads(document: Document) -> Iterator[str]:
     if not document.transfer_schedules:
+        if document.pins.update == "backward":
+            yield "updates parameters during backward"
         return
     home = "on disk" if document.offload == "disk" else "on the host"
     early = any(moment.on == "host" for table in document.transfer_schedules for moment in table.trace.moments[:-1])

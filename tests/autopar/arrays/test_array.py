@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.arrays.model_array import ModelArray
-from planner.base.errors import InputError, PlanWarning
+from planner.base.errors import CheckpointError, InputError, PlanWarning
 
 MEMBERS, STEPS = 3, 4
 RATES = {"lr": [0.1, 0.03, 0.2], "weight_decay": [0.0, 0.1, 0.01]}
@@ -199,6 +200,19 @@ def test_a_scaler_is_refused_whether_or_not_kernels_are_fused(make: Any) -> None
         scaler.step(optimizer)
 
 
+def test_rows_have_their_gradients_after_backward() -> None:
+    """For whom looks at them before the step: what clips them, or divides them by a scale."""
+    array, given = autopar.array(Perceptron, 2).double(), batch(own=False)
+    optimizer, scaler = array.optimizer(torch.optim.SGD), torch.amp.GradScaler("cpu", init_scale=4.0)
+    array(**given).loss.backward()
+    once = [parameter.grad.clone() for parameter in array.parameters() if parameter.requires_grad]
+    optimizer.zero_grad()
+    scaler.scale(array(**given).loss).backward()
+    scaler.unscale_(optimizer)
+    for one, parameter in zip(once, filter(lambda each: each.requires_grad, array.parameters()), strict=True):
+        torch.testing.assert_close(parameter.grad, one)
+
+
 def test_metrics_have_a_dim_of_members() -> None:
     members = doubled(Perceptron)
     given = batch(own=False)
@@ -255,6 +269,38 @@ def test_a_member_is_a_model_of_its_class_and_what_is_stacked_loads_again() -> N
     with torch.no_grad():
         found.norm.weight.zero_()
     check_equal(array, members)
+
+
+def test_a_checkpoint_has_what_members_have(tmp_path: Path) -> None:
+    """Of one that stopped before it began, too; rates are those that a schedule has come to."""
+    given = batch(own=False)
+
+    def begun(seed: int) -> tuple[ModelArray, Any, Any]:
+        made = autopar.array(lambda: Perceptron().double(), MEMBERS, vary=RATES, seed=seed)
+        optimizer = made.optimizer(torch.optim.AdamW)
+        return made, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def steps(made: ModelArray, optimizer: Any, schedule: Any) -> None:
+        for _ in range(2):
+            made(**given).loss.backward()
+            optimizer.step(), schedule.step(), optimizer.zero_grad()
+
+    run, other = begun(0), begun(7)
+    run[0].stop(1)
+    steps(*run)
+    autopar.save_checkpoint(tmp_path, run[0], run[1], extra={"schedule": run[2]})
+    steps(*run)
+    autopar.load_checkpoint(tmp_path, other[0], other[1], extra={"schedule": other[2]})
+    assert other[0].stopped == (1,)
+    steps(*other)
+    for name, value in run[0].state_dict().items():
+        assert torch.equal(other[0].state_dict()[name], value), name
+    for one, another in zip(run[1].param_groups, other[1].param_groups, strict=True):
+        assert one["lr"] == another["lr"]
+    assert [len(run[1].state[p]) for p in run[1].param_groups[1]["params"]] == [0, 0, 0]
+    assert [len(other[1].state[p]) for p in other[1].param_groups[1]["params"]] == [0, 0, 0]
+    with pytest.raises(CheckpointError, match=r"no option 'alpha', which this one \(RMSprop\) has"):
+        autopar.load_checkpoint(tmp_path, other[0], other[0].optimizer(torch.optim.RMSprop))
 
 
 def test_what_no_rule_stacks_runs_for_each_member_and_is_told() -> None:
@@ -378,6 +424,31 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "no dim of members": (
         lambda: autopar.array(WIDER, 2, own_inputs=["x"])(torch.ones(5, 6), torch.ones(5, dtype=torch.long)),
         r"input 'x' is one of own_inputs, and has shape \(5, 6\): its first dim must be that of the 2 members",
+    ),
+    "a function that makes no model": (lambda: autopar.array(lambda: 3, 2), "models makes 3, which is no torch.nn.Mod"),
+    "a loss, and inputs by place": (
+        lambda: autopar.array(nn.Linear(3, 3), 2, loss_fn=lambda out, batch: out.sum())(torch.ones(3)),
+        r"an array with a loss_fn is called with the batch by name: array\(x=\.\.\., target=\.\.\.\)",
+    ),
+    "an optimizer without groups": (
+        lambda: autopar.array(WIDER, 2).optimizer(torch.optim.LBFGS),
+        "LBFGS steps all parameters as one and takes no groups .* or train members one after another",
+    ),
+    "a value for all beside one for each": (
+        lambda: autopar.array(WIDER, vary={"lr": [0.1, 0.2]}).optimizer(torch.optim.Adam, lr=1.0),
+        "vary has a 'lr' for each member, and lr=1.0 is given for all",
+    ),
+    "an option that there is not": (
+        lambda: autopar.array(WIDER, 2).optimizer(torch.optim.Adam, betta=1.0),
+        "Adam has no hyper-parameter 'betta'; close are: betas",
+    ),
+    "a value that the optimizer does not take": (
+        lambda: autopar.array(WIDER, vary={"lr": [0.1, -0.2]}).optimizer(torch.optim.Adam),
+        "Adam does not take the hyper-parameters of member 1, {'lr': -0.2}: Invalid learning rate: -0.2",
+    ),
+    "the state of more members": (
+        lambda: autopar.array(WIDER, 2).load_state_dict(autopar.array(WIDER, 3).state_dict()),
+        "the state is of an array of 3 members, and this one has 2",
     ),
     "no such member": (lambda: autopar.array(WIDER, 2).member(2), "there is no member 2"),
     "what no program holds": (lambda: autopar.array(Branching(), 2)(torch.ones(3)), "Branching"),

@@ -54,7 +54,7 @@ def shapes(w: Tensor, x: Tensor, own: Tensor, ids: Tensor) -> Results:
     values, places = w.sort(dim=1)
     return {
         "view": w.view(2, 2, -1).permute(2, 0, 1),
-        "flat": w.t().reshape(-1)[:5],
+        "flat": w.t().reshape(-1)[:5] * x[:, 1:].contiguous().view(-1)[:5],
         "expand": w[0].expand(2, 6) * w[:2].unsqueeze(0).expand(3, -1, -1)[0],
         "repeat": w.repeat(2, 1, 3)[1],
         "parts": a + b + own.split(3, 1)[0],

@@ -363,6 +363,8 @@ def indexing_cases() -> Iterator[Case]:
     yield case("scatter_add", ints(4, 8), 1, spread, ints(4, 6))
     yield case("index_add", randn(8, 4), 0, ints(4), randn(4, 4))
     yield case("index_add", randn(4, 8), -1, ints(4), randn(4, 4), alpha=2)
+    yield case("index_add", randn(), 0, ints(1) * 0, randn())
+    yield case("index_copy", randn(4), 0, ints(1) * 0, randn())
     yield case("index_copy", randn(8, 4), 0, torch.randperm(8)[:4], randn(4, 4))
     for name in ("index.Tensor", "_unsafe_index.Tensor"):
         yield case(name, randn(8, 4), [ints(4)])

@@ -24,9 +24,9 @@ from planner.plan.plan import Plan
 from planner.solve.transfers import TransferSchedule
 from tests.autopar import on_disk
 from tests.autopar.carried import same_gradients
-from tests.autopar.updated import CLUSTER, EARLY, Deep, batch, deep, same_values, steps_of, were_updated
+from tests.autopar.updated import CLUSTER, EARLY, ON_DEVICE, Deep, batch, deep, same_values, steps_of, were_updated
 
-AFTER = {"offload": "host"}
+WHERE = pytest.mark.parametrize("pin", [EARLY, ON_DEVICE], ids=["host", "device"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,18 +40,22 @@ NO_DECAY: list[dict[str, Any]] = [{"params": ["*.bias", "*norm*"], "weight_decay
 
 
 @pytest.mark.parametrize(
-    "make, dtype, masters",
+    "early, make, dtype, masters",
     [
-        (torch.optim.AdamW, torch.float32, None),
-        (torch.optim.RMSprop, torch.float64, None),
-        (torch.optim.AdamW, torch.bfloat16, torch.float32),
+        (EARLY, torch.optim.AdamW, torch.float32, None),
+        (EARLY, torch.optim.RMSprop, torch.float64, None),
+        (EARLY, torch.optim.AdamW, torch.bfloat16, torch.float32),
+        (ON_DEVICE, torch.optim.AdamW, torch.float32, None),
+        (ON_DEVICE, torch.optim.AdamW, torch.bfloat16, torch.float32),
     ],
     ids=str,
 )
-def test_the_same_bits_as_an_update_after_backward(make: Any, dtype: torch.dtype, masters: torch.dtype | None) -> None:
+def test_the_same_bits_as_an_update_after_backward(
+    early: dict[str, Any], make: Any, dtype: torch.dtype, masters: torch.dtype | None
+) -> None:
     """With groups, a schedule, momentum and masters; in the optimizer's state, too."""
     states = []
-    for pin in (EARLY, AFTER):
+    for pin in (early, {**early, "update": "after"}):
         _, pmodel = deep(pin, dtype)
         optimizer = pmodel.optimizer(make, groups=NO_DECAY, master_dtype=masters, lr=1e-2, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
@@ -60,8 +64,8 @@ def test_the_same_bits_as_an_update_after_backward(make: Any, dtype: torch.dtype
             steps_of(pmodel, optimizer, range(4), schedule)
         states.append((pmodel.full_state_dict(), optimizer.state_dict()))
         assert schedule.last_epoch == 4
-    (early, mine), (after, theirs) = states
-    assert all(torch.equal(value, after[key]) for key, value in early.items())
+    (used, mine), (kept, theirs) = states
+    assert all(torch.equal(value, kept[key]) for key, value in used.items())
     assert mine["param_groups"] == theirs["param_groups"] and mine["state"].keys() == theirs["state"].keys()
     for number, state in theirs["state"].items():
         for key, value in state.items():
@@ -255,8 +259,9 @@ def test_hooks_closures_and_counts_go_on_once_a_step() -> None:
 # ---- what waits for all of backward ----------------------------------------------------------------------------------
 
 
-def test_where_gradients_are_asked_for_they_are_there_and_the_update_waits() -> None:
-    model, pmodel = deep()
+@WHERE
+def test_where_gradients_are_asked_for_they_are_there_and_the_update_waits(pin: dict[str, Any]) -> None:
+    model, pmodel = deep(pin)
     optimizers = torch.optim.SGD(model.parameters(), lr=0.1), pmodel.optimizer(torch.optim.SGD, lr=0.1)
 
     def both(reason: str, run: Callable[[nn.Module], Any]) -> None:
@@ -342,8 +347,9 @@ def test_an_optimizer_made_otherwise_updates_after_backward() -> None:
 NEEDS_ALL = "clipping by their norm or a GradScaler, cannot be had so: plan with pin 'update' 'after'"
 
 
-def test_what_needs_gradients_before_the_update_is_refused() -> None:
-    _, pmodel = deep()
+@WHERE
+def test_what_needs_gradients_before_the_update_is_refused(pin: dict[str, Any]) -> None:
+    _, pmodel = deep(pin)
     optimizer = pmodel.optimizer(torch.optim.AdamW)
     scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0)  # type: ignore[attr-defined]
     scaler.scale(pmodel(x=batch(0))).backward()
@@ -437,6 +443,26 @@ def test_optimizers_that_couple_parameters_are_refused() -> None:
         with pytest.raises(InputError, match=f"{make.__name__} does not step some of its parameters as torch.optim.Op"):
             pmodel.optimizer(make)
     check_separate(torch.optim.Adafactor, {})
+
+
+def test_what_asks_for_all_gradients_of_a_device_is_refused() -> None:
+    _, pmodel = deep(ON_DEVICE)
+    with pytest.raises(InputError, match="only: backward updates parameters by one optimizer"):
+        pmodel.optimizer(torch.optim.AdamW, only=lambda name, _: "norm" in name)
+    with pytest.raises(InputError, match=r"added up in torch.float64, and backward uses each one by itself: plan with"):
+        pmodel.accumulate_gradients_in(torch.float64)
+    optimizer = pmodel.optimizer(torch.optim.AdamW)
+    loss = pmodel(x=batch(0))
+    loss.backward(retain_graph=True)
+    assert were_updated(pmodel)
+    with pytest.raises(
+        InputError, match=r"called before optimizer.step\(\) has ended this step: call it first; to add up"
+    ):
+        pmodel(x=batch(1))
+    with pytest.raises(InputError, match="a second backward in one step, whose first one has already updated"):
+        loss.backward()
+    optimizer.step()
+    assert copy.deepcopy(pmodel)._early is not pmodel._early
 
 
 # ---- what breaks off -------------------------------------------------------------------------------------------------

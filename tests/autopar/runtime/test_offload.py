@@ -69,6 +69,11 @@ def test_updates_in_backward_compute_the_same(
         pool.run(updated.refuses_clipping_on_all_ranks, name, document, ranks=ranks)
 
 
+def test_updates_on_devices_in_backward_compute_the_same(pool: LocalProcesses) -> None:
+    pins = [{"data": 2, "zero": 0}, {"data": 2, "zero": 3, "recompute": "full"}, {"tensor": 2}]
+    pool.run(updated.trains_on_devices, pins, ranks=2)
+
+
 def test_a_device_of_an_eighth_of_the_model_data_trains(pool: LocalProcesses) -> None:
     pool.run(carried.trains_in_an_eighth, ranks=1)
 

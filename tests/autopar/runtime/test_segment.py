@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autopar.emit.block_program import STATE, WEIGHT, module_of
+from autopar.emit.block_program import STATE, WEIGHT, getitem, module_of
 from autopar.emit.segments import in_segments
 from autopar.runtime.layers.experts import begin_experts, experts
 from autopar.runtime.layers.random import draw
@@ -67,6 +67,29 @@ def test_what_hides_an_exchange_stays_between_its_beginning_and_its_end() -> Non
     calls = [node.target for node in made.nodes if node.op == "call_function"]
     assert calls == [begin_experts, run_segment, experts, run_segment]
     assert statements(module_of({STATE: None, **segments}, made, "Block")) == [["neg", "mm", "silu"], ["add", "exp"]]
+
+
+def test_a_segment_returns_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's cache spoils the sizes of views that compiled functions return; a view is made of what is returned."""
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs: graph.forward)
+    graph = fx.Graph()
+    x, w = map(graph.placeholder, ("x", "w"))
+    made = graph.call_function(aten.linear.default, (graph.call_function(aten.exp.default, (x,)), w))
+    inner = graph.call_function(aten.transpose.int, (made, 0, 1))
+    rows, heads = (graph.call_function(aten.view.default, (made, shape)) for shape in ([-1, 4], [-1, 2, 2, 2]))
+    parts = graph.call_function(aten.split.Tensor, (heads, 1, 3))
+    half = graph.call_function(getitem, (parts, 0))
+    graph.output((graph.call_function(aten.sin.default, (inner,)), inner, rows, half))
+    expected = module_of({}, graph, "Eager")
+    program, _, segments = in_segments("block", graph, None, Compiler())
+    module = module_of({STATE: RunState(RandomState(0)), **segments}, program, "Block")
+    assert statements(module) == [["exp", "linear", "transpose", "sin"]]
+    (segment,) = (each for _, each in segments_in(module))
+    x_, w_ = torch.randn(2, 3, 4), torch.randn(4, 4)
+    memory = {value.untyped_storage()._cdata for value in segment.program(x_, w_)}
+    assert len(memory) == 2, "of the product and of the sine"
+    for found, wanted in zip(module(x_, w_), expected(x_, w_), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_segments_of_the_same_operators_are_compiled_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:

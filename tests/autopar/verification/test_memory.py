@@ -13,15 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.driver.plan import plan_traced
-from autopar.driver.trace import trace
+from autopar.driver.trace import Traced, trace
+from autopar.emit.build import build
+from autopar.runtime.spmd.interface import LeafSpec
+from autopar.runtime.spmd.mesh import device_mesh
+from autopar.verification.memory_meter import LiveBytes, held_tensors
+from autopar.verification.simulator import fake_process_group
 from benchmarks import memory_micro_batched
 from benchmarks.context import HEAD, HEADS, Layer
-from benchmarks.memory import observed_peak
+from benchmarks.memory import backward, observed_peak
 from benchmarks.million import LossInParts
 from planner.cost.cluster import ClusterSpec
+from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.ir.graph import Node, TensorType
+from planner.ir.layout import local_shape
 from planner.ops.saved_tensors import beside, is_own, own_bytes, saved_tensors
 from planner.ops.table import WHOLE
 from tests.autopar.allocated import changes_during, most_bytes
@@ -85,6 +92,54 @@ def test_what_a_loss_in_parts_keeps_is_made_anew() -> None:
         assert plan.predicted.peak_bytes == pytest.approx(observed[level], rel=0.01)
     kept = tokens // 2 // parts * vocab * 4
     assert observed["full"] < observed["none"] - (parts - 2) * kept
+
+
+class Layers(nn.Module):
+    """Many parameters and few activations."""
+
+    def __init__(self, layers: int = 16, width: int = 64):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def most_bytes_of_backward(model: nn.Module, traced: Traced, assignment: Assignment) -> int:
+    """As :func:`observed_peak`, without hooks on parameters, for whose gradients these would wait."""
+    mesh = assignment.space.mesh
+
+    def part(leaf: LeafSpec) -> Tensor:
+        return torch.zeros(local_shape(leaf.shape, leaf.layout, mesh.sizes) or (), dtype=leaf.dtype)
+
+    with fake_process_group(mesh.size):
+        pmodel = build(model, traced.captured, assignment, device_mesh(mesh, "cpu"), 0, part)
+        optimizer = pmodel.optimizer(torch.optim.AdamW)
+        leaves = {leaf.name: part(leaf) for leaf in pmodel.interface.leaves if leaf.kind == "input"}
+        backward(pmodel, leaves)
+        optimizer.step()
+        optimizer.zero_grad()
+        with LiveBytes([*held_tensors(pmodel, optimizer), *leaves.values()]) as live:
+            backward(pmodel, leaves)
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    "ranks, pin", [(1, {}), (2, {"data": 2, "zero": 0}), (2, {"data": 2, "zero": 3}), (4, {"data": 2, "tensor": 2})]
+)
+def test_gradients_that_backward_uses_are_there_for_a_block_or_two(ranks: int, pin: dict[str, Any]) -> None:
+    model, batch = Layers(), {"x": torch.randn(4, 64)}
+    traced, found = trace(model, None, batch), {}
+    for update in ("after", "backward"):
+        pins = Pins.parse({**pin, "recompute": "none", "update": update})
+        plan = plan_traced(traced, ClusterSpec.local(ranks), pins, Training())
+        observed = most_bytes_of_backward(model, traced, plan.assignment)
+        assert plan.predicted.peak_bytes == pytest.approx(observed, rel=0.002)
+        found[update] = observed
+    weights = 16 * 64 * 65 * 4 // ranks ** (pin.get("zero") != 0)
+    assert found["after"] - found["backward"] > weights * 0.6
 
 
 class Dropping(nn.Module):

@@ -66,8 +66,7 @@ def attention(length: int = 48, repeated: bool = False) -> Graph:
         ({"offload": True}, "pin 'offload' is True"),
         ({"offload": False}, "pin 'offload' is False"),
         ({"offload": ["host"]}, r"pin 'offload' is \['host'\]"),
-        ({"offload": "host", "update": "before"}, "pin 'update' is 'before'; the host updates parameters 'after' all"),
-        ({"offload": "none", "update": "backward"}, "in which the host updates .* pin 'offload' too"),
+        ({"offload": "host", "update": "before"}, "pin 'update' is 'before'; parameters are updated 'after' all"),
         (
             {"offload": "host", "activations": -1},
             "pin 'activations' is -1; it says of how many blocks .* 'all', 'none'",

@@ -132,8 +132,18 @@ def test_pods_of_a_rack_have_ranks_one_after_another(tools: Path, which: str, re
     assert ranks == [f"--node-rank={rank}" for rank in range(replicas * pods)]
 
 
+@pytest.mark.parametrize("which", ["one", "four", "racks"])
+def test_a_manifest_is_a_job_set(which: str) -> None:
+    """By the models that Kubeflow generates of its definition: every field is one of them, and of its type."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    manifest = yaml.safe_load(launched(LAUNCHERS["kubernetes"], a_job(which)))
+    assert models.JobsetV1alpha2JobSet.from_dict(manifest).to_dict() == manifest
+    manifest["spec"]["network"]["subdomains"] = manifest["spec"]["network"].pop("subdomain")
+    assert models.JobsetV1alpha2JobSet.from_dict(manifest).to_dict() != manifest, "it knows what it does not know"
+
+
 def test_a_manifest_is_as_kubernetes_has_it() -> None:
-    """The job inside of it, by the schema of the API; that of a JobSet is not in it."""
+    """The job inside of it, by the schema of the API, strictly; that of a JobSet is not in it."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     for which in ("one", "four", "racks"):
         manifest = yaml.safe_load(launched(LAUNCHERS["kubernetes"], a_job(which)))
