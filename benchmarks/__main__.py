@@ -263,7 +263,7 @@ def compiled_blocks() -> None:
         f"One training step (forward, backward, fused AdamW) of a Llama on local gloo processes: {sizes}, "
         f"{shape.batch} x {shape.sequence} tokens, float32: "
         "ours with compiled and with eager blocks, and torch's own with every layer under `torch.compile`. Medians of "
-        f"{compiled.STEPS} steps, taken in turns in one run; CPU seconds are those of the busiest rank. CPU seconds of "
+        f"{compiled.STEPS} steps, interleaved in one run; CPU seconds are those of the busiest rank. CPU seconds of "
         f"compiling a narrow Llama with inductor's cache empty, and again with what that left there: {taken}."
     )
     raw = {"steps": [asdict(r) for r in found], "depths": [asdict(d) for d in depths]}

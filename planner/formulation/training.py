@@ -26,7 +26,7 @@ class Training:
             (:mod:`planner.analysis.offload.step_timing`); or in files, which the host updates. To the search, which
             decides before that, either is the host.
         update: when parameters are updated: after all of backward, or in backward, each block's as soon as its
-            gradients are complete. To the search of what is at home on the host it is after.
+            gradients are complete. The search of offloaded plans counts it as after.
         activations: of how many blocks what is saved for backward may leave for where model data is at home.
         unsharding: when parameters are gathered, and their gradients reduced.
         discards: names of the outputs that a step does not keep, see :mod:`planner.formulation.discarded_outputs`;

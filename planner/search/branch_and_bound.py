@@ -257,9 +257,9 @@ def _best_first(
             closed += [close(each, best) for branch in waiting for each in branch.every]
             break
         waiting = [raised(context, branch) for branch in waiting]
-        over = {id(branch) for branch in waiting if is_near(context, branch, best) or is_reached(branch.bound_s, best)}
-        closed += [close(each, best) for branch in waiting if id(branch) in over for each in branch.every]
-        waiting = [branch for branch in waiting if id(branch) not in over]
+        over = [is_near(context, branch, best) or is_reached(branch.bound_s, best) for branch in waiting]
+        closed += [close(each, best) for branch in itertools.compress(waiting, over) for each in branch.every]
+        waiting = [branch for branch, is_over in zip(waiting, over, strict=True) if not is_over]
         if not waiting:
             break
         chosen = _of_turn(waiting, next(turns), best)

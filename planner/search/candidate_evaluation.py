@@ -19,6 +19,7 @@ from planner.formulation.decisions import DecisionGraph
 from planner.formulation.unsharding import PER_MICRO_BATCH
 from planner.search.candidates import (
     Branch,
+    Candidate,
     Incumbent,
     begin,
     begin_together,
@@ -79,8 +80,8 @@ def raised(context: SearchContext, branch: Branch) -> Branch:
     """The branch bounded by what plans with fewer micro-batches take where memory and waiting cost nothing."""
     if branch.is_priced:
         return branch
-    bounds_s = [_least_s(context, each) for each in branch.every]
-    if all(bound_s == each.candidate.bound_s for bound_s, each in zip(bounds_s, branch.every, strict=True)):
+    bounds_s = [_least_s(context, each.candidate) for each in branch.every]
+    if bounds_s == [each.candidate.bound_s for each in branch.every]:
         return branch
     first, *others = (
         replace(each, candidate=replace(each.candidate, bound_s=bound_s))
@@ -89,12 +90,12 @@ def raised(context: SearchContext, branch: Branch) -> Branch:
     return replace(first, others=tuple(others))
 
 
-def _least_s(context: SearchContext, branch: Branch) -> float:
+def _least_s(context: SearchContext, candidate: Candidate) -> float:
     """Its bound, or what is known of fewer micro-batches."""
-    config = branch.candidate.config
+    config = candidate.config
     known = context.free_s.get(config.any_micro_batches, {})
     found = (free_s for fewer, free_s in known.items() if config.mesh.micro_batches % fewer == 0)
-    return max(branch.candidate.bound_s, *found, 0.0)
+    return max(candidate.bound_s, *found, 0.0)
 
 
 def _fewer(context: SearchContext, branch: Branch) -> ParallelConfig | None:
