@@ -21,8 +21,8 @@ from autopar.graph.module_walk import canonical_names
 from autopar.runtime.host.disk import OffloadFiles
 from autopar.runtime.layers.segment import Compiler
 from autopar.runtime.module import ParallelModule, Program
-from autopar.runtime.offload.early_update import AtOnce, EarlyUpdates
 from autopar.runtime.offload.executor import ChunkSpec, OffloadExecutor, SavedSpec
+from autopar.runtime.optim.early_update import AtOnce, EarlyUpdates
 from autopar.runtime.pipeline.executor import PipelineStep
 from autopar.runtime.pipeline.outputs import Leaving
 from autopar.runtime.pipeline.p2p import InProcessLinks, RankLinks

@@ -30,8 +30,8 @@ from autopar.runtime.data.sampler import DistributedBatchSampler
 from autopar.runtime.host.gradient_buckets import Buckets
 from autopar.runtime.layers.segment import Compilation, Compiler, segments_in
 from autopar.runtime.offload.block_hooks import parts_at_home
-from autopar.runtime.offload.early_update import AFTER, EarlyUpdates, check_separate
 from autopar.runtime.offload.executor import OffloadExecutor
+from autopar.runtime.optim.early_update import AFTER, EarlyUpdates, check_separate
 from autopar.runtime.optim.gradients import Holders, know_each_other
 from autopar.runtime.optim.optimizer import Groups, StateKeeper, expect_state, make_optimizer
 from autopar.runtime.optim.owners import Owned, owned

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.offload.early_update import EarlyUpdates, Used
+from autopar.runtime.optim.early_update import EarlyUpdates, Used
 from autopar.runtime.spmd import parameters
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec

@@ -7,7 +7,7 @@ step (:mod:`autopar.runtime.pipeline.executor`) says for which micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from autopar.runtime.autograd.saved_handle import SavedHandle
 from autopar.runtime.host.disk import OffloadFiles
 from autopar.runtime.offload.activations import Activations
-from autopar.runtime.offload.chunk_memory import CopyEngine, Gradients, Homes, Parameters, Sums, chunk_at
-from autopar.runtime.offload.early_update import EarlyUpdates, in_thread
+from autopar.runtime.offload.chunk_memory import ChunkMemory, CopyEngine, Gradients, Homes, Parameters, Sums, chunk_at
 from autopar.runtime.offload.saved_tensors import SavedTensors
 from autopar.runtime.offload.transfers import Transfers
+from autopar.runtime.optim.early_update import EarlyUpdates, in_thread
 from planner.analysis.memory.storages import BEFORE
 from planner.analysis.offload.chunks import shared
 from planner.base.errors import InputError, TransferScheduleError
@@ -104,7 +104,7 @@ class OffloadExecutor:
     ):
         self.engine, self.micro_batched = CopyEngine(device, disk), micro_batched
         self.early = EarlyUpdates(partial(in_thread, device))
-        self.transfers = Transfers(table, moments, self.engine, micro_batched, self.early.update)
+        self.transfers = Transfers(table, moments, self.engine, micro_batched, partial(_update, self.early))
         self.parameters = {
             each.name: Parameters(each.name, each.bytes, each.starts, device, self.transfers.arena, self.engine)
             for each in chunks
@@ -297,3 +297,12 @@ class OffloadExecutor:
         """A result of the program in memory of its own, where it shares that of parameters."""
         is_shared = isinstance(value, Tensor) and chunk_at(self.parameters, value) is not None
         return value.clone() if is_shared else value
+
+
+def _update(early: EarlyUpdates, chunks: Iterable[ChunkMemory]) -> None:
+    """The host computes: gradients that it uses go to the optimizer as soon as they have arrived."""
+    for chunk in chunks if early.updates() else ():
+        if isinstance(chunk, Gradients):
+            found, arriving = chunk.leave()
+            grads = {early.given[name]: grad for name, grad in found.items()}
+            early.use(chunk.name, grads, partial(CopyEngine.settle, arriving))

@@ -30,7 +30,7 @@ from planner.ir.layout import Shard
 
 
 class Updater(Protocol):
-    """Updates parameters while backward runs, see :mod:`autopar.runtime.offload.early_update`."""
+    """Updates parameters while backward runs, see :mod:`autopar.runtime.optim.early_update`."""
 
     def begin_with(self, parameters: Mapping[str, DTensor]) -> None:
         """A program begins with these."""

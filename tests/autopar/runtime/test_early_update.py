@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.offload.early_update import Used, check_separate
+from autopar.runtime.optim.early_update import Used, check_separate
 from planner.base.errors import DiskError, InfeasibleError, InputError, PlanError
 from planner.plan.plan import Plan
 from planner.solve.transfers import TransferSchedule

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.host.error_notes import add_note, first_line
-from autopar.runtime.offload.chunk_memory import ChunkMemory, CopyEngine, Gradients
 from autopar.runtime.optim.gradients import is_hooked
 from autopar.runtime.optim.optimizer_probe import FAILURES, SCALES, at_a_rate, name_of
 from planner.base.errors import InputError
@@ -153,14 +152,14 @@ class Updates:
         """Whether backward has updated anything since the step before ended."""
         return self._partly is not None
 
-    def start(self, chunk: str, grads: dict[DTensor, Tensor], arriving: Any) -> None:
-        """Update parameters when their gradients have arrived at home, and let these go; one chunk after another."""
+    def start(self, chunk: str, grads: dict[DTensor, Tensor], arrive: Callable[[], object]) -> None:
+        """Update parameters when their gradients have arrived, and let these go; one chunk after another."""
         optimizer = self._optimizer()
         assert optimizer is not None
         if self._partly is None:
             self._partly = Partly(optimizer, self._hooks)
         self._parameters += grads
-        self._started[chunk] = self._executor.submit(_update, self._partly, grads, arriving)
+        self._started[chunk] = self._executor.submit(_update, self._partly, grads, arrive)
 
     def settle_next(self) -> bool:
         """Wait for the next update to be over, however it ends; whether there was one."""
@@ -253,13 +252,16 @@ class EarlyUpdates:
 
     Args:
         executor: makes what steps an optimizer.
+
+    Attributes:
+        given: the parameters of the call whose backward is next, by name.
     """
 
     def __init__(self, executor: Callable[[], Executor]):
         self._executor = executor
         self._updates: weakref.ref[Updates] | None = None
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._given: Mapping[str, DTensor] = {}
+        self.given: Mapping[str, DTensor] = {}
         self._is_updating: bool | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EarlyUpdates:
@@ -283,7 +285,7 @@ class EarlyUpdates:
             current.check_ended()
         elif self._updates is not None:  # the optimizer is no more
             let_go(parameters.values())
-        self._given, self._is_updating = parameters, None
+        self.given, self._is_updating = parameters, None
 
     def called(self, call: Any) -> None:
         """A call of the model, of which backward may come: its node of autograd."""
@@ -293,25 +295,22 @@ class EarlyUpdates:
         """Whether this backward updates parameters; raises :class:`InputError` if one before has."""
         self.check_not_over()
         if self._is_updating is None:
-            self._is_updating = self._current is not None and may_update(self._calls, self._given)
+            self._is_updating = self._current is not None and may_update(self._calls, self.given)
             if self._is_updating:
                 self._calls.clear()  # no graph so far can be undone from here on
         return self._is_updating
 
-    def update(self, chunks: Iterable[ChunkMemory]) -> None:
-        """The host computes: gradients that it uses go to the optimizer as soon as they are at home."""
-        for chunk in chunks if self.updates() else ():
-            if isinstance(chunk, Gradients):
-                found, arriving = chunk.leave()
-                self.use(chunk.name, {self._given[each]: grad for each, grad in found.items()}, arriving)
+    def use(self, name: str, grads: Mapping[DTensor, Tensor], arrive: Callable[[], object] = lambda: None) -> None:
+        """Update parameters by these gradients, of a chunk or a block.
 
-    def use(self, name: str, grads: Mapping[DTensor, Tensor], arriving: Any = None) -> None:
-        """Update parameters by these gradients, of a chunk or a block, when they have arrived."""
+        Args:
+            arrive: waits until the gradients are there.
+        """
         if (current := self._current) is not None:
             made: dict[DTensor, Tensor] = {
                 each: DTensor(grad.contiguous(), each._spec, requires_grad=False) for each, grad in grads.items()
             }
-            current.start(name, made, arriving)
+            current.start(name, made, arrive)
 
     def finish(self, call: Any) -> None:
         """Backward of a call is over: wait for all updates; raises what one of them raised."""
@@ -349,9 +348,9 @@ def let_go(parameters: Iterable[Tensor]) -> None:
             parameter.grad = None
 
 
-def _update(partly: Partly, grads: dict[DTensor, Tensor], arriving: Any) -> None:
+def _update(partly: Partly, grads: dict[DTensor, Tensor], arrive: Callable[[], object]) -> None:
     try:
-        CopyEngine.settle(arriving)
+        arrive()
         partly.step(grads)
     except BaseException as error:
         _let_frames_go(error)
