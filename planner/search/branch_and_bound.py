@@ -29,7 +29,7 @@ from planner.base.formatting import in_seconds
 from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.unsharding import PER_STEP
-from planner.search.candidate_evaluation import doubt_of, evaluate_candidate, is_likely, raised
+from planner.search.candidate_evaluation import LIKELY, doubt_of, evaluate_candidate, is_likely, raised
 from planner.search.candidates import (
     PROVED,
     Branch,
@@ -250,7 +250,7 @@ def _best_first(
     is_split = any(config.micro_batched for config in configs)
     ordered, larger = seeds(configs, context.cost.cluster, decision_graph.graph) if is_split else ([], set())
     first = {config: number for number, config in enumerate(ordered)}
-    closed, turns = list[Branch](), itertools.count()
+    closed, turns, likely_s = list[Branch](), itertools.count(), dict[ParallelConfig, float]()
     while waiting:
         is_late = context.is_late()
         if best is not None and is_late:
@@ -263,7 +263,7 @@ def _best_first(
         if not waiting:
             break
         chosen = _of_turn(waiting, next(turns), best)
-        branch = min(chosen, key=lambda branch: _priority(branch, first, larger, best))
+        branch = min(chosen, key=lambda branch: _priority(branch, first, larger, likely_s, best))
         waiting = [each for each in waiting if each is not branch]
         if is_late and branch.formulated is None and len(closed) + 1 < len(configs):
             closed += [close(each, best) for each in branch.every]
@@ -273,6 +273,9 @@ def _best_first(
             if best is not None and best is not known:
                 context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
             (closed if each.is_done else waiting).append(each)
+            if each.likely_s:
+                config = each.candidate.config
+                likely_s[config] = min(likely_s.get(config, math.inf), each.expected_s)
     order = {(each.stages, each.mesh): number for number, each in enumerate(configs)}
 
     def place(branch: Branch) -> tuple[int, bool, int]:
@@ -294,16 +297,30 @@ def _of_turn(waiting: list[Branch], turn: int, best: Incumbent | None) -> list[B
 
 
 def _priority(
-    branch: Branch, first: Mapping[ParallelConfig, int], larger: Collection[ParallelConfig], best: Incumbent | None
+    branch: Branch,
+    first: Mapping[ParallelConfig, int],
+    larger: Collection[ParallelConfig],
+    likely_s: Mapping[ParallelConfig, float],
+    best: Incumbent | None,
 ) -> tuple[float, ...]:
     """The least is evaluated next: ``first``, then configurations near the best plan's, then by what is expected.
 
-    Of pipelines only the ``larger`` go on being first once a plan is known, if they may be faster.
+    Of pipelines only the ``larger`` go on being first once a plan is known, if they may be faster, one schedule of
+    each: others are expected to take as long, and follow where it gave the best plan and there seems more to gain.
+
+    Args:
+        likely_s: what is likely of the configurations of which a schedule was solved.
     """
     configs, expected_s = [each.candidate.config for each in branch.every], branch.expected_s
     if branch.is_sought:
         return NEAR + 1, branch.bound_s
-    is_larger = branch.pipeline is not None and branch.candidate.config in larger and not branch.likely_s
+    config = branch.candidate.config
+    is_begun = branch.likely_s > 0.0 or (branch.pipeline is not None and config in likely_s)
+    if is_begun and not branch.likely_s:
+        expected_s = max(expected_s, likely_s[config])
+        if best is not None and config == best.config and expected_s < best.evaluation.time_s * (1 - LIKELY):
+            return -1, len(first), expected_s
+    is_larger = branch.pipeline is not None and config in larger and not is_begun
     if branch.pipeline is None or best is None or (is_larger and expected_s < best.evaluation.time_s):
         wanted = [replace(config, unsharding=PER_STEP) if best is None else config for config in configs]
         places = [first[config] for config in wanted if config in first]
