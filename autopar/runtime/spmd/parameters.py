@@ -14,6 +14,7 @@ gradients are used there, once they are reduced and the next block's are on thei
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import spmd_types as spmd
@@ -24,6 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.host.gradient_buckets import Buckets
+from autopar.runtime.spmd.flight import Flight
 from autopar.runtime.spmd.prefetch_gather import PrefetchedGather, reduce_scatter
 from autopar.runtime.spmd.resharding import convert, local_type, open_strips
 from planner.ir.layout import Shard
@@ -227,9 +229,11 @@ class _Gather(torch.autograd.Function):
         for form, grad, rows in zip(ctx.forms, grads, every.split(sizes, 1), strict=True):
             form.fill(rows, grad)
         own = every.new_empty(sum(sizes))
-        work = reduce_scatter(own, every.view(-1), group=ctx.axis, async_op=found is not None)
-        if found is not None:
-            found[0].sent.put(work, every)
+        reduce = partial(reduce_scatter, own, every.view(-1), group=ctx.axis, async_op=found is not None)
+        if found is None:
+            reduce()
+        else:
+            found[0].sent.put(Flight("reduce_scatter", reduce), every)
         parts = (part.view(form.part) for part, form in zip(own.split(sizes), ctx.forms, strict=True))
         return None, None, None, *(None if g is None else part for part, g in zip(parts, grads, strict=True))
 
@@ -291,7 +295,8 @@ class _SumGradients(torch.autograd.Function):
         else:
             parts, place = found
             flat = _joined(terms) if parts.buckets is None else parts.buckets.joined(place, terms)
-            parts.pending.append(dist.all_reduce(flat, group=ctx.axis, async_op=True))
+            reduce = partial(dist.all_reduce, flat, group=ctx.axis, async_op=True)
+            parts.pending.append(Flight("all_reduce", reduce))
         sums = flat.split([term.numel() for term in terms])
         return None, *(None if g is None else s.view_as(g) for s, g in zip(sums, grads, strict=True))
 
