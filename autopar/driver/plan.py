@@ -198,6 +198,7 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
         plan.unsharding,
         plan.discards,
         pins.compile,
+        pins.reduce_dtype,
     )
     space = pinned_space(traced.graph, folded, plan.mesh, plan.cluster, pins, training, stages)
     return restore(plan, space, facts)

@@ -24,7 +24,7 @@ from autopar.runtime.spmd.resharding import convert
 from planner.formulation.assignment import Assignment
 from planner.formulation.overlap import needs_of, overlapped
 from planner.formulation.remat.backward_slice import Again
-from planner.formulation.resharding import ReshardStep, Route
+from planner.formulation.resharding import GATHERED, ReshardStep, Route
 from planner.ir.folding import Block
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, I, Layout, Mark, Mesh, P, R, Shard, local_outer
@@ -100,7 +100,7 @@ class ProgramBuilder:
                 self._attributes[name] = self.graph.get_attr(name)
         return self._attributes[name]
 
-    def step(self, value: fx.Node, step: ReshardStep) -> fx.Node:
+    def step(self, value: fx.Node, step: ReshardStep, reduce_dtype: torch.dtype | None = None) -> fx.Node:
         if self._is_of_micro_batches(step) and self.is_of_micro_batch and step.rule in ("I>P", "R>P", "R>S"):
             dim = step.dst.dim if isinstance(step.dst, Shard) else None
             return _call(
@@ -111,7 +111,8 @@ class ProgramBuilder:
         src = _local_text(step.before, step.axis, self.mesh.sizes)
         dst = _local_text(step.after, step.axis, self.mesh.sizes)
         group = self.attribute(self.mesh.axes[step.axis].name)
-        return _call(self.graph, convert, (value, group, src, dst), f"{value.name}_{dst[0].lower()}")
+        more = (reduce_dtype,) if reduce_dtype is not None and step.rule in GATHERED else ()
+        return _call(self.graph, convert, (value, group, src, dst, *more), f"{value.name}_{dst[0].lower()}")
 
     def _is_here(self, axis: int) -> bool:
         """Whether nothing crosses an axis: it has one rank, or micro-batches, over which the runtime sums."""
@@ -121,17 +122,23 @@ class ProgramBuilder:
         axis = self.mesh.axes[step.axis]
         return axis.name == MICRO and axis.size > 1
 
-    def converted(self, value: fx.Node, route: Route) -> fx.Node:
+    def converted(self, value: fx.Node, route: Route, reduce_dtype: torch.dtype | None = None) -> fx.Node:
         for step in route:
-            value = self.step(value, step)
+            value = self.step(value, step, reduce_dtype)
         return value
+
+    def reduce_dtype(self, ref: Ref) -> torch.dtype | None:
+        """In which a parameter's gradient is reduced, where that is wider than its own."""
+        space = self.assignment.space
+        wide = space.training.reduce_dtype if space.widening(ref) > 1 else None
+        return None if wide is None else getattr(torch, wide)
 
     def read(self, ref: Ref, route: Route) -> fx.Node:
         """A value converted; a sum over micro-batches that is read before the last of them is known before the
         first.
         """
         known = self.counts[sum_name(ref)] if sums_early(self.mesh, route) else self.values[ref]
-        return self.converted(known, route)
+        return self.converted(known, route, self.reduce_dtype(ref))
 
     def reshard_shared(self, ref: Ref) -> None:
         """Put a value into the layout in which its readers find it; a parameter without what is summed once a step."""
@@ -145,14 +152,14 @@ class ProgramBuilder:
     def sum(self, ref: Ref, route: Route) -> None:
         """Sum the gradient of a parameter, in one call an axis."""
         for step in route:
-            self.values[ref] = self.made_replicated([self.values[ref]], (step,))[0]
+            self.values[ref] = self.made_replicated([ref], [self.values[ref]], (step,))[0]
 
     def sum_parameters(self, block: Block) -> None:
         """Sum the gradients of what each micro-batch gathers, as far as that is done once a step, bucket by bucket."""
         for bucket in self.assignment.gather_buckets(block):
             current = [self.values[ref] for ref in bucket]
             for steps in tuple(zip(*bucket.values(), strict=True))[: self.assignment.summed_together(bucket)]:
-                current = self.made_replicated(current, steps)
+                current = self.made_replicated(bucket, current, steps)
             self.values.update(zip(bucket, current, strict=True))
 
     def gather_parameters_of(self, block: Block) -> None:
@@ -167,24 +174,29 @@ class ProgramBuilder:
                 if place < once:
                     continue
                 gathering = self.gatherings.get(number) if place == ahead.get(number) else None
-                current = self.made_replicated(current, steps, gathering)
+                current = self.made_replicated(bucket, current, steps, gathering)
             for (ref, route), value in zip(bucket.items(), current, strict=True):
                 self.ready[ref, route[-1].after] = value
 
     def made_replicated(
-        self, values: list[fx.Node], steps: tuple[ReshardStep, ...], gathering: fx.Node | None = None
+        self,
+        refs: Iterable[Ref],
+        values: list[fx.Node],
+        steps: tuple[ReshardStep, ...],
+        gathering: fx.Node | None = None,
     ) -> list[fx.Node]:
-        """Parameters made replicated on an axis, together; the same step of each."""
+        """Parameters of one dtype made replicated on an axis, together; the same step of each."""
         axis, rule = steps[0].axis, steps[0].rule
         if self._is_here(axis):
             return values
-        group = self.attribute(self.mesh.axes[axis].name)
+        group, reduce_dtype = self.attribute(self.mesh.axes[axis].name), self.reduce_dtype(next(iter(refs)))
+        wide: dict[str, Any] = {} if reduce_dtype is None else {"reduce_dtype": reduce_dtype}
         if rule == "I>R":
-            call = self.graph.call_function(replicate_parameters, (tuple(values), group))
+            call = self.graph.call_function(replicate_parameters, (tuple(values), group), wide)
         else:
             shards = tuple(_local_text(step.before, axis, self.mesh.sizes) for step in steps)
             more = () if gathering is None else (gathering,)
-            call = self.graph.call_function(gather_parameters, (tuple(values), group, shards, *more))
+            call = self.graph.call_function(gather_parameters, (tuple(values), group, shards, *more), wide)
         found = [_call(self.graph, getitem, (call, i), f"{value.name}_r") for i, value in enumerate(values)]
         if rule != "I>R" or not self.gathered.isdisjoint(values):
             self.gathered.update(found)

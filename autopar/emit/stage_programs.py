@@ -230,7 +230,7 @@ class Outline:
                     key = ref, self.assignment.choice(node).operands[position]
                     if is_param(self.assignment, ref) and key not in body.ready:
                         route = self.assignment.operand_route(node, position)
-                        body.ready[key] = body.converted(body.values[ref], route)
+                        body.ready[key] = body.converted(body.values[ref], route, body.reduce_dtype(ref))
             results += [body.ready[key] for key in parameters_of(block, self.assignment)]
         body.graph.output(tuple(results))
         return module_of(dict(self.groups), body.graph, "Gather")

@@ -1,9 +1,9 @@
 """Which collectives of a step in one piece are on their way while blocks compute, as its plan claims and traces show.
 
 Parameters that are gathered ahead are sent where the block before that gathers begins, and waited for by their own.
-Gradients are sent where backward is over with their block. What is scattered is waited for where the next of these are
-sent, since whole gradients lie in memory for as long; what is summed where it lies, at the end. Where backward updates
-blocks, all is waited for behind the next block that is updated.
+Gradients are sent where backward is over with their block. What is scattered, or summed in a wider dtype, is waited for
+where the next of these are sent, since it is in memory for as long; what is summed where it lies, at the end. Where
+backward updates blocks, all is waited for behind the next block that is updated.
 """
 
 from __future__ import annotations
@@ -85,24 +85,28 @@ def _reductions(assignment: Assignment) -> Iterator[Overlap]:
         return
     backward = [n for n, each in enumerate(space.folded.instances) if space.runs_backward(each)]
     sent = {number: [*_sent(assignment, number)] for number in backward}
-    scattering = {number for number in backward if "reduce_scatter" in sent[number]}
+    alone = {number for number in backward if any(is_alone for _, is_alone in sent[number])}
     updating = set(read_alone(assignment)) if space.training.updates_on_device else set[int]()
     for number in backward:
-        for place, kind in enumerate(sent[number]):
-            ends = updating | scattering if kind == "reduce_scatter" else updating
+        for place, (kind, is_alone) in enumerate(sent[number]):
+            ends = updating | alone if is_alone else updating
             waits = max((each for each in ends if each < number), default=backward[0])
-            # What the block itself sends before it sends the first of its buckets, backward being the other way round.
-            is_last = kind == "all_reduce" or "reduce_scatter" not in sent[number][:place]
+            # Backward sends the first bucket last; those behind it have been waited for by then.
+            is_last = not (is_alone and any(other for _, other in sent[number][:place]))
             beside = tuple(each for each in reversed(backward) if waits <= each < number) if is_last else ()
             yield Overlap(kind, "backward", number, beside)
 
 
-def _sent(assignment: Assignment, number: int) -> Iterator[str]:
-    """The reductions of a block that nobody but its parameters' gradients waits for, bucket by bucket."""
-    for bucket in assignment.gather_buckets(assignment.space.folded.instances[number].block):
-        steps = _crossings(assignment, bucket)
-        if steps and all(assignment.space.graph.type_of(ref).grad for ref in bucket):
-            yield "all_reduce" if steps[0] == "I>R" else "reduce_scatter"
+def _sent(assignment: Assignment, number: int) -> Iterator[tuple[str, bool]]:
+    """The reductions of a block that nobody but its parameters' gradients waits for, bucket by bucket; and whether
+    nothing else may be on its way with one, since it is in memory beside the gradients.
+    """
+    space = assignment.space
+    for bucket in assignment.gather_buckets(space.folded.instances[number].block):
+        steps, first = _crossings(assignment, bucket), space.graph.by_name[next(iter(bucket)).node]
+        if steps and first.results[0].grad:  # like the others
+            is_sum = steps[0] == "I>R"
+            yield "all_reduce" if is_sum else "reduce_scatter", not is_sum or space.training.widening(first) > 1
 
 
 def _crossings(assignment: Assignment, bucket: GatherBucket, rule: str = "") -> list[str]:

@@ -248,7 +248,7 @@ def _route_calls(assignment: Assignment, ref: Ref, route: Route, backward: bool,
     space, found = assignment.space, Calls()
     micro_batches = space.gathers_per_step if space.graph.by_name[ref.node].op == "param" else space.mesh.micro_batches
     for place, step in enumerate(route):
-        for call in step.collectives(space.graph.type_of(ref), space.mesh):
+        for call in step.collectives(space.graph.type_of(ref), space.mesh, space.widening(ref)):
             if call.axis != MICRO and (backward or call.phase == "forward"):
                 found[call] += 1 if place < once else micro_batches
     return found
@@ -284,11 +284,14 @@ def _block_calls(assignment: Assignment, instance: Instance) -> Calls:
 def _bucket_calls(assignment: Assignment, bucket: GatherBucket, backward: bool) -> Calls:
     """Calls that gather a bucket, one per step; those of ``backward`` reduce its gradients."""
     calls: Calls = Counter()
-    graph, mesh = assignment.space.graph, assignment.space.mesh
+    space = assignment.space
     once = assignment.summed_together(bucket)
     for place, steps in enumerate(zip(*bucket.values(), strict=True)):
-        times = 1 if place < once else assignment.space.gathers_per_step
-        made = [step.collectives(graph.type_of(ref), mesh) for ref, step in zip(bucket, steps, strict=True)]
+        times = 1 if place < once else space.gathers_per_step
+        made = [
+            step.collectives(space.graph.type_of(ref), space.mesh, space.widening(ref))
+            for ref, step in zip(bucket, steps, strict=True)
+        ]
         for each in zip(*made, strict=True):
             if each[0].axis != MICRO and (backward or each[0].phase == "forward"):
                 calls[replace(each[0], bytes_in=sum(call.bytes_in for call in each))] += times

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -39,6 +39,8 @@ STEPS: dict[str, tuple[str, str]] = {
 }
 GATHERED = frozenset({"I>R", "S>R"})
 """Steps that a block makes for several parameters in one call: to gather them, and to reduce their gradients."""
+SUMS = frozenset({"all_reduce", "reduce_scatter"})
+"""Collectives that add up what ranks have."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,24 @@ class ReshardStep:
     def after(self) -> Layout:
         return (*self.before[: self.axis], self.dst, *self.before[self.axis + 1 :])
 
-    def collectives(self, tensor: TensorType, mesh: Mesh) -> tuple[Collective, ...]:
-        """The calls this step makes for a tensor, backward only where a gradient flows."""
+    def collectives(self, tensor: TensorType, mesh: Mesh, widening: int = 1) -> tuple[Collective, ...]:
+        """The calls this step makes for a tensor, backward only where a gradient flows.
+
+        Args:
+            widening: see :class:`ReshardingTable`.
+        """
         axis = mesh.axes[self.axis]
         before, after = (local_bytes(tensor, layout, mesh) for layout in (self.before, self.after))
-        return _collectives(self.rule, axis, before, after, tensor.grad)
+        return _collectives(self.rule, axis, before, after * widened(STEPS[self.rule][1], axis, widening), tensor.grad)
+
+
+def widened(kind: str, axis: Axis, widening: int) -> int:
+    """By how much backward widens a gradient for a collective: to sum it over ranks, not over micro-batches."""
+    return widening if kind in SUMS and axis.size > 1 and axis.name != MICRO else 1
 
 
 def _collectives(rule: str, axis: Axis, before: int, after: int, grad: bool) -> tuple[Collective, ...]:
-    """The calls of a step on ``axis`` from ``before`` bytes to ``after`` bytes per rank."""
+    """The calls of a step on ``axis`` from ``before`` bytes forward and ``after`` bytes backward, per rank."""
     if axis.size == 1:
         return ()
     forward, backward = STEPS[rule]
@@ -152,17 +163,23 @@ Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, Phase] = ("forward", "backward")
 
 
-def passes(rule: str, phase: Phase, together: int) -> Passes:
+def passes(rule: str, phase: Phase, together: int, widening: int = 1) -> Passes:
     """What a step copies, forward or backward.
 
     Args:
         together: parameters that one call gathers; 0: the value is no parameter that is gathered.
+        widening: of their gradients, see :class:`ReshardingTable`.
     """
+    cast = 1 + widening if widening > 1 and phase == "backward" else 0  # one of both is read, and the other written
     if together and rule == "I>R":  # gradients are put behind one another
-        return Passes(0, 2) if phase == "backward" else Passes(0, 0)
+        return Passes(0, 2 + 2 * cast) if phase == "backward" else Passes(0, 0)
     if together and rule == "S>R":  # parts are put behind one another, and what comes into shape; gradients into parts
-        return Passes(0, 2) if phase == "backward" else Passes(2, 2) if together > 1 else Passes(1, 1)
-    return Passes(0, 0) if rule in ("I>R", "R>I") else Passes(1, 1)
+        if phase == "backward":
+            return Passes(cast, cast or 2)
+        return Passes(2, 2) if together > 1 else Passes(1, 1)
+    if rule in ("I>R", "R>I"):
+        return Passes(0, 2 * cast if rule in GATHERED else 0)
+    return Passes(1 + cast, 1 + cast) if rule in GATHERED else Passes(1, 1)
 
 
 def _rule_number(src: LocalType, dst: LocalType, grad: bool) -> int:
@@ -209,9 +226,9 @@ def _steps(
 
 
 @functools.cache
-def _passes_of_all(phase: Phase, together: int) -> Ints:
+def _passes_of_all(phase: Phase, together: int, widening: int) -> Ints:
     """Those of every rule."""
-    return np.array([passes(rule, phase, together) for rule in _RULES])
+    return np.array([passes(rule, phase, together, widening) for rule in _RULES])
 
 
 class ReshardingTable:
@@ -224,6 +241,7 @@ class ReshardingTable:
         is_gathered: the value is a parameter that its block gathers with others. One call reduces their gradients to
             where they are stored; so none is gathered by itself to have its gradient summed whole.
         hidden: what hides communication, once of a whole route.
+        widening: of a parameter's gradient, how many bytes are reduced over ranks for one that is stored.
 
     Attributes:
         layouts: every layout considered, valid for the shape.
@@ -244,6 +262,7 @@ class ReshardingTable:
         together: int = 0,
         is_gathered: bool = False,
         hidden: Hidden | None = None,
+        widening: int = 1,
     ):
         self.tensor, self.mesh = tensor, mesh
         types: list[LocalType] = [R, P, *sorted(shards)] if not tensor.grad else [R, I, P, *sorted(shards)]
@@ -263,14 +282,28 @@ class ReshardingTable:
         held = self.held = np.array([*held_in.values()], np.int64)
         for number, axis in enumerate(mesh.axes):
             silent = np.zeros(count)
-            prices = np.stack(
-                [
-                    [silent if axis.size == 1 or not kind else price(kind, axis, held, is_shared) for kind in _KINDS]
-                    for is_shared in ((False, True) if together else (False,))
-                ]
-            )
+
+            def prices_of(sizes: Mapping[str, Ints], axis: Axis = axis, silent: Floats = silent) -> Floats:
+                shared = (False, True) if together else (False,)
+                is_silent = [axis.size == 1 or not kind for kind in _KINDS]
+                return np.stack(
+                    [
+                        [
+                            silent if nothing else price(kind, axis, sizes[kind], is_shared)
+                            for kind, nothing in zip(_KINDS, is_silent, strict=True)
+                        ]
+                        for is_shared in shared
+                    ]
+                )
+
             src, dst, rules = _steps(self.layouts, number, tuple(types), tensor.grad, first_is_last)
-            there, back = (_passes_of_all(phase, together_on(axis, together))[rules].T for phase in PHASES)
+            wide = {kind: widened(kind, axis, widening) for kind in _KINDS}
+            prices = backward_prices = prices_of(dict.fromkeys(_KINDS, held))
+            if max(wide.values()) > 1:
+                backward_prices = prices_of({kind: held * times for kind, times in wide.items()})
+            there, back = (
+                _passes_of_all(phase, together_on(axis, together), max(wide.values()))[rules].T for phase in PHASES
+            )
 
             def moved_s(times: Ints, src: Ints = src, dst: Ints = dst) -> Floats:
                 copied_s = touch_s_per_byte * (times[0] * held[src] + times[1] * held[dst])
@@ -278,11 +311,15 @@ class ReshardingTable:
 
             is_shared = _IS_GATHERED[rules] if together else 0
             forward[src, dst] = prices[is_shared, _FORWARD[rules], src] + moved_s(there)
-            backward[src, dst] = prices[is_shared, _BACKWARD[rules], dst] + moved_s(back) if tensor.grad else 0.0
+            if tensor.grad:
+                backward[src, dst] = backward_prices[is_shared, _BACKWARD[rules], dst] + moved_s(back)
+            else:
+                backward[src, dst] = 0.0
             if hidden is not None:
                 shares = np.array([hidden.of(kind, axis) for kind in _KINDS])
-                for phase, kinds, passed in ((0, _FORWARD[rules], src), (1, _BACKWARD[rules], dst)):
-                    hideable[phase, src, dst] = shares[kinds] * np.nan_to_num(prices[is_shared, kinds, passed])
+                ways = ((prices, _FORWARD[rules], src), (backward_prices, _BACKWARD[rules], dst))
+                for phase, (priced, kinds, passed) in enumerate(ways):
+                    hideable[phase, src, dst] = shares[kinds] * np.nan_to_num(priced[is_shared, kinds, passed])
             if is_gathered:
                 is_last[src, dst] = rules == _RULES.index("S>I")
         lasts = np.where(is_last, np.stack([forward, backward]), np.inf)

@@ -16,6 +16,7 @@ from planner.formulation.local_costs import OVERLAP
 from planner.formulation.node_options import NodeOptions
 from planner.formulation.resharding import Hidden, ReshardingTable
 from planner.formulation.strategies import shards_of
+from planner.formulation.training import Training
 from planner.formulation.unsharding import Unsharding
 from planner.formulation.variables import Variable
 from planner.ir.graph import Node, Ref
@@ -41,6 +42,7 @@ class ReshardingTables:
         options: how nodes may run, which says in which layouts a value may be.
         cost: prices of communication.
         unsharding: when parameters are gathered.
+        training: in which dtype their gradients are reduced.
         tables: those that were found for the same mesh, see :class:`planner.formulation.local_costs.Known`.
     """
 
@@ -50,11 +52,12 @@ class ReshardingTables:
         options: NodeOptions,
         cost: CostModel,
         unsharding: Unsharding,
+        training: Training,
         tables: dict[object, ReshardingTable],
     ):
         self.decision_graph, self.variables, self.graph = decision_graph, decision_graph.variables, decision_graph.graph
         self.options, self.mesh, self.cost, self.unsharding = options, options.mesh, cost, unsharding
-        self._tables = tables
+        self.training, self._tables = training, tables
         self._table_of: dict[tuple[Variable, int], ReshardingTable] = {}
         self._micro_batches_of: dict[Ref, frozenset[LocalType]] = {}
 
@@ -75,8 +78,8 @@ class ReshardingTables:
         comes = is_param and not self.unsharding.once_per_step, is_param and self.unsharding.all_reduces_once
         together, is_gathered = self.together(ref), self.variables.variable_of[ref.node] in self.decision_graph.together
         beside = self.unsharding.overlaps_gather, self.unsharding.overlaps_reduce
-        hidden = self.hidden(ref)
-        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_gathered, beside, hidden)
+        hidden, widening = self.hidden(ref), self.training.widening(self.graph.by_name[ref.node])
+        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_gathered, beside, hidden, widening)
         if key not in self._tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
@@ -109,6 +112,7 @@ class ReshardingTables:
                 together.parameters,
                 is_gathered,
                 hidden,
+                widening,
             )
         return self._tables[key]
 

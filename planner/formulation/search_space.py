@@ -82,7 +82,7 @@ class Space(LocalCosts):
         self.unsharding = training.unsharding.of_step(self.micro_batched, training.tier == "device")
         self._node_options = NodeOptions(self.decision_graph, mesh, allow, allow_leaf, self._known.alike)
         self.tables = ReshardingTables(
-            self.decision_graph, self._node_options, cost, self.unsharding, self._known.tables
+            self.decision_graph, self._node_options, cost, self.unsharding, training, self._known.tables
         )
         self._last: tuple[object, tuple[Vertex, ...]] | None = None
 
@@ -126,6 +126,10 @@ class Space(LocalCosts):
     def gathers_per_step(self) -> int:
         """How often a step gathers a parameter for forward."""
         return 1 if self.unsharding.once_per_step else self.mesh.micro_batches
+
+    def widening(self, ref: Ref) -> int:
+        """How many bytes of a value's gradient are reduced for one that is stored."""
+        return self.training.widening(self.graph.by_name[ref.node])
 
     def is_read(self, ref: Ref) -> bool:
         """Whether anything reads a value."""

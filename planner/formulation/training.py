@@ -7,9 +7,12 @@ from typing import Literal
 
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.unsharding import PER_STEP, Unsharding
+from planner.ir.graph import Node
+from planner.ir.node import ITEM_BYTES
 
 Tier = Literal["device", "host", "either", "disk"]
 Update = Literal["after", "backward"]
+ReduceDtype = Literal["float32", "float64"]
 Activations = int | Literal["all"]
 """Of how many blocks, the first ones, what is saved for backward may leave the device."""
 
@@ -32,6 +35,7 @@ class Training:
         discards: names of the outputs that a step does not keep, see :mod:`planner.formulation.discarded_outputs`;
             ``None``: in a step of several micro-batches all that may be, in another none.
         compile: whether blocks are compiled, and so priced as :mod:`planner.ops.fusion` fuses them.
+        reduce_dtype: in which gradients of parameters in narrower ones are reduced over ranks; ``None``: in their own.
     """
 
     optimizer_bytes_per_element: int = 8
@@ -41,6 +45,7 @@ class Training:
     unsharding: Unsharding = PER_STEP
     discards: tuple[str, ...] | None = None
     compile: bool = False
+    reduce_dtype: ReduceDtype | None = None
 
     def compiles(self, cluster: ClusterSpec, repeats: bool) -> bool:
         """Whether a block is compiled, by this plan or by the software that runs it.
@@ -49,6 +54,12 @@ class Training:
             repeats: whether it has several instances.
         """
         return self.compile or cluster.software.compile == "all" or (cluster.software.compile == "layers" and repeats)
+
+    def widening(self, node: Node) -> int:
+        """How many bytes of a gradient are reduced for one that is stored: 1, unless a parameter's is reduced wider."""
+        if self.reduce_dtype is None or node.op != "param":
+            return 1
+        return max(1, ITEM_BYTES[self.reduce_dtype] // node.results[0].item_bytes)
 
     @property
     def updates_on_device(self) -> bool:

@@ -155,6 +155,7 @@ def _training(plan: Plan) -> Training:
         unsharding=plan.unsharding,
         discards=plan.discards,
         compile=plan.pins.compile,
+        reduce_dtype=plan.pins.reduce_dtype,
     )
 
 

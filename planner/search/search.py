@@ -20,6 +20,7 @@ from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.constraints.context import with_ulysses
+from planner.formulation.constraints.dtypes import check_reduce_dtype
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.remat.levels import Levels
@@ -110,6 +111,7 @@ def begin_search(
     check_axes(max_axes)
     start = time.monotonic()
     check_update(pins)
+    check_reduce_dtype(pins, graph)
     if pins.tier != "device":
         check_offloads(cluster, pins)
     if not folding and pins.micro_batched:
@@ -119,7 +121,13 @@ def begin_search(
     left_out = why_no_pipelines(graph, pins, folding)
     check_schedule(pins, left_out)
     pins, folded = with_ulysses(pins, graph, cluster), fold(graph) if folding else fold_off(graph)
-    training = replace(training, tier=pins.tier, update=pins.update, activations=pins.activations or 0)
+    training = replace(
+        training,
+        tier=pins.tier,
+        update=pins.update,
+        activations=pins.activations or 0,
+        reduce_dtype=pins.reduce_dtype,
+    )
     deadline, levels = start + time_limit_s, Levels(())
     context = SearchContext(
         CostModel(cluster), training, rules_of(graph, folded), pins, levels, deadline, progress, gap=gap

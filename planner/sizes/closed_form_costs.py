@@ -15,7 +15,16 @@ from fractions import Fraction
 from planner.base.symbolic_float import Formula, divided, formula_of, growing, largest, smallest
 from planner.cost.kernels import attention_kernels
 from planner.formulation.decisions import Together
-from planner.formulation.resharding import GATHERED, Phase, ReshardStep, local_bytes, passes, together_on
+from planner.formulation.resharding import (
+    GATHERED,
+    STEPS,
+    Phase,
+    ReshardStep,
+    local_bytes,
+    passes,
+    together_on,
+    widened,
+)
 from planner.formulation.resharding_tables import NOT_GATHERED
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import Choice
@@ -53,11 +62,13 @@ class ClosedSpace(Space):
         tensor, device = self.graph.type_of(ref), self.cost.cluster.device
         forward_s: float = 0.0
         backward_s: float = 0.0
-        together = self.tables.together(ref)
+        together, widening = self.tables.together(ref), self.widening(ref)
 
         def copied_s(step: ReshardStep, phase: Phase) -> float:
             sizes = [local_bytes(tensor, layout, self.mesh) for layout in (step.before, step.after)]
-            often = passes(step.rule, phase, together_on(self.mesh.axes[step.axis], together.parameters))
+            axis = self.mesh.axes[step.axis]
+            wide = widened(STEPS[step.rule][1], axis, widening)
+            often = passes(step.rule, phase, together_on(axis, together.parameters), wide)
             each = (growing(0.0, n / self._bandwidth, size) for size, n in zip(sizes, often, strict=True) if n)
             return sum(each, device.launch_overhead_s) if any(often) else 0.0
 
@@ -65,7 +76,7 @@ class ClosedSpace(Space):
             forward_s += copied_s(step, "forward")
             backward_s += copied_s(step, "backward") if tensor.grad else 0.0
             axis = self.mesh.axes[step.axis]
-            for call in step.collectives(tensor, self.mesh):
+            for call in step.collectives(tensor, self.mesh, widening):
                 sharing = together if step.rule in GATHERED else NOT_GATHERED
                 called_s = self.collective_s(call.kind, axis, call.bytes_in, sharing) / self.tables.parts(
                     ref, call.kind, axis

@@ -83,6 +83,25 @@ class _LocalParts(torch.autograd.Function):
         return None, None, *found
 
 
+class _Rounded:
+    """A reduction in a wider dtype, whose result is rounded where it is waited for.
+
+    Args:
+        work: what reduces; ``None``: it is reduced.
+        wide: where the result comes.
+        narrow: where it is to be.
+    """
+
+    def __init__(self, work: Any, wide: Tensor, narrow: Tensor):
+        self._work, self._wide, self._narrow = work, wide, narrow
+
+    def wait(self) -> None:
+        """Until it is there."""
+        if self._work is not None:
+            self._work.wait()
+        self._narrow.copy_(self._wide)
+
+
 class _Sent:
     """The gradients that are being reduced: of one block at a time, since they are there for as long.
 
@@ -213,9 +232,9 @@ class _Gather(torch.autograd.Function):
     """Shards of a block's parameters gathered in one call; backward reduces their gradients in one."""
 
     @staticmethod
-    def forward(ctx, gathering, axis, shards, *parameters):  # type: ignore[no-untyped-def]
+    def forward(ctx, gathering, axis, shards, reduce_dtype, *parameters):  # type: ignore[no-untyped-def]
         forms = [_ShardedForm(part.shape, shard, axis.size()) for part, shard in zip(parameters, shards, strict=True)]
-        ctx.axis, ctx.forms, ctx.like = axis, forms, parameters[0].detach()
+        ctx.axis, ctx.forms, ctx.like, ctx.reduce_dtype = axis, forms, parameters[0].detach(), reduce_dtype
         ctx.set_materialize_grads(False)
         rows = gathering.rows().split([parameter.numel() for parameter in parameters], 1)
         return tuple(form.whole(each) for form, each in zip(forms, rows, strict=True))
@@ -225,17 +244,20 @@ class _Gather(torch.autograd.Function):
         sizes, found = [form.part.numel() for form in ctx.forms], _parts_of(ctx)
         if found is not None:
             found[0].sent.wait()
-        every = ctx.like.new_empty(ctx.axis.size(), sum(sizes))
+        every = ctx.like.new_empty(ctx.axis.size(), sum(sizes), dtype=ctx.reduce_dtype)
         for form, grad, rows in zip(ctx.forms, grads, every.split(sizes, 1), strict=True):
             form.fill(rows, grad)
-        own = every.new_empty(sum(sizes))
-        reduce = partial(reduce_scatter, own, every.view(-1), group=ctx.axis, async_op=found is not None)
-        if found is None:
-            reduce()
-        else:
-            found[0].sent.put(Flight("reduce_scatter", reduce), every)
+        reduced = every.new_empty(sum(sizes))
+        reduce = partial(reduce_scatter, reduced, every.view(-1), group=ctx.axis, async_op=found is not None)
+        work = reduce() if found is None else Flight("reduce_scatter", reduce)
+        own = reduced if reduced.dtype == ctx.like.dtype else ctx.like.new_empty(sum(sizes))
+        work = work if own is reduced else _Rounded(work, reduced, own)
+        if found is not None:
+            found[0].sent.put(work, every)
+        elif own is not reduced:
+            work.wait()
         parts = (part.view(form.part) for part, form in zip(own.split(sizes), ctx.forms, strict=True))
-        return None, None, None, *(None if g is None else part for part, g in zip(parts, grads, strict=True))
+        return None, None, None, None, *(None if g is None else part for part, g in zip(parts, grads, strict=True))
 
 
 class _ShardedForm:
@@ -275,8 +297,8 @@ class _SumGradients(torch.autograd.Function):
     """Identity forward; backward sums the gradients of a block's parameters over an axis in one all-reduce."""
 
     @staticmethod
-    def forward(ctx, axis, *parameters):  # type: ignore[no-untyped-def]
-        ctx.axis = axis
+    def forward(ctx, axis, reduce_dtype, *parameters):  # type: ignore[no-untyped-def]
+        ctx.axis, ctx.reduce_dtype = axis, reduce_dtype
         ctx.set_materialize_grads(False)
         ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
         return parameters
@@ -289,37 +311,54 @@ class _SumGradients(torch.autograd.Function):
             torch.zeros(s, dtype=d, device=v) if g is None else g for g, (s, d, v) in zip(grads, like, strict=True)
         ]
         found = _parts_of(ctx)
+        is_wide = ctx.reduce_dtype is not None and ctx.reduce_dtype != like[0][1]
         if found is None:
             flat = _joined(terms)
-            dist.all_reduce(flat, group=ctx.axis)
+            wide = flat.to(ctx.reduce_dtype) if is_wide else flat
+            dist.all_reduce(wide, group=ctx.axis)
+            if is_wide:
+                flat.copy_(wide)
         else:
             parts, place = found
             flat = _joined(terms) if parts.buckets is None else parts.buckets.joined(place, terms)
-            reduce = partial(dist.all_reduce, flat, group=ctx.axis, async_op=True)
-            parts.pending.append(Flight("all_reduce", reduce))
+            if is_wide:  # beside the gradients, so of one block at a time
+                parts.sent.wait()
+                wide = flat.to(ctx.reduce_dtype)
+                reduce = partial(dist.all_reduce, wide, group=ctx.axis, async_op=True)
+                parts.sent.put(_Rounded(Flight("all_reduce", reduce), wide, flat), wide)
+            else:
+                reduce = partial(dist.all_reduce, flat, group=ctx.axis, async_op=True)
+                parts.pending.append(Flight("all_reduce", reduce))
         sums = flat.split([term.numel() for term in terms])
-        return None, *(None if g is None else s.view_as(g) for s, g in zip(sums, grads, strict=True))
+        return None, None, *(None if g is None else s.view_as(g) for s, g in zip(sums, grads, strict=True))
 
 
 def _joined(terms: Sequence[Tensor]) -> Tensor:
     return torch.cat([term.reshape(-1) for term in terms])
 
 
-def replicate_parameters(parameters: Sequence[Tensor], axis: ProcessGroup) -> tuple[Tensor, ...]:
+def replicate_parameters(
+    parameters: Sequence[Tensor], axis: ProcessGroup, reduce_dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
     """``I -> R`` for all parameters of a block at once: their gradients are summed in one all-reduce.
 
     A sum is waited for where the gradient reaches its parameter, so nothing else may read it before.
 
     Args:
         parameters: local parameters, all of one dtype, invariant on ``axis``, each read here alone.
+        reduce_dtype: in which gradients are summed; left out: in that of the parameters.
     """
     if spmd.is_type_checking() or not torch.is_grad_enabled():
-        return tuple(convert(p, axis, "I", "R") for p in parameters)
-    return _one_by_one(_SumGradients.apply(axis, *parameters))
+        return tuple(convert(p, axis, "I", "R", reduce_dtype) for p in parameters)
+    return _one_by_one(_SumGradients.apply(axis, reduce_dtype, *parameters))
 
 
 def gather_parameters(
-    parameters: Sequence[Tensor], axis: ProcessGroup, shards: Sequence[str], gathering: PrefetchedGather | None = None
+    parameters: Sequence[Tensor],
+    axis: ProcessGroup,
+    shards: Sequence[str],
+    gathering: PrefetchedGather | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """``S -> R`` for all parameters of a block at once: gathered in one call, and their gradients reduced in one.
 
@@ -329,10 +368,12 @@ def gather_parameters(
         parameters: local parameters, all of one dtype, each read here alone.
         shards: how each is cut along ``axis``, e.g. ``"S(0)"``; strips counted on one rank.
         gathering: of these parameters, where one was made before; perhaps they are on their way.
+        reduce_dtype: in which gradients are reduced; left out: in that of the parameters.
     """
     if spmd.is_type_checking():
-        return tuple(convert(p, axis, shard, "R") for p, shard in zip(parameters, shards, strict=True))
-    return _one_by_one(_Gather.apply(gathering or PrefetchedGather(parameters, axis), axis, tuple(shards), *parameters))
+        return tuple(convert(p, axis, shard, "R", reduce_dtype) for p, shard in zip(parameters, shards, strict=True))
+    gathering = gathering or PrefetchedGather(parameters, axis)
+    return _one_by_one(_Gather.apply(gathering, axis, tuple(shards), reduce_dtype, *parameters))
 
 
 def complete_parameters(parameters: Sequence[Tensor], block: str) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ These are the functions that emitted programs call. Types are written as in :mod
 strip count of a shard is the rank-local one.
 
 Sums, of values and of gradients, are made in the tensors' own dtype, as in DistributedDataParallel: a bfloat16 model
-sends half the bytes of a float32 one. For sums in float32 keep the model in float32 and run it under autocast.
+sends half the bytes of a float32 one. Gradients of parameters may be summed in a wider one, ``reduce_dtype``.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ def local_type(text: str) -> LocalType:
     return parse_layout(text, 1)[0]
 
 
-def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str) -> Tensor:
+def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """Change the local type of ``x`` on one mesh axis; the backward follows from the types.
 
     Args:
         x: this rank's part.
         axis: the axis's process group.
         src, dst: local types, e.g. ``"P"``, ``"S(1)"``; a legal step of :data:`planner.formulation.resharding.STEPS`.
+        reduce_dtype: in which its gradient is summed over ranks; left out: in that of ``x``.
     """
     source, target = local_type(src), local_type(dst)
     if {src, dst} == {"R", "I"} and not (x.requires_grad or spmd.is_type_checking()):
@@ -53,18 +54,19 @@ def convert(x: Tensor, axis: ProcessGroup, src: str, dst: str) -> Tensor:
     # What a resharding hands on as it is keeps its strides, with gradients or without: recomputation relies on that.
     x, restore = open_strips(x if {src, dst} == {"R", "I"} else x.contiguous(), source, target)
     src_type, dst_type = _spmd_type(source, restore), _spmd_type(target, restore)
-    result = _step(x, axis, src_type, dst_type)
+    result = _step(x, axis, src_type, dst_type, reduce_dtype or x.dtype)
     if result.requires_grad:
         with spmd.no_typecheck():
             result.register_hook(Tensor.contiguous)
     return _close_strips(result, restore)
 
 
-def _step(x: Tensor, axis: ProcessGroup, src: object, dst: object) -> Tensor:
+def _step(x: Tensor, axis: ProcessGroup, src: object, dst: object, reduce_dtype: torch.dtype) -> Tensor:
     if isinstance(src, spmd.Shard) and isinstance(dst, spmd.Shard):
         return _AllToAll.apply(x, axis, src.dim, dst.dim)
     # Into R, the backward sums; spmd_types wants to be told in which dtype where that is narrower than float32.
-    options = {"backward_options": {"op_dtype": x.dtype}} if dst is spmd.R else {}
+    dtypes = {"op_dtype": reduce_dtype, "out_dtype": x.dtype}
+    options = {"backward_options": dtypes} if dst is spmd.R else {}
     if src is spmd.P:
         if isinstance(dst, spmd.Shard):
             return spmd.reduce_scatter(x, axis, src=src, dst=dst)

@@ -98,12 +98,14 @@ def prefetch(
     tape.bucket = walk.buckets if is_sum and _are_parameters(values) else None
     tape.targets = [Target(*value.made, value.bytes) for value in values if value.made]
     made = [(tape, number) if value.made else None for number, value in enumerate(values)]
+    widening = max(walk.space.widening(ref) for ref in bucket)
+    tape.sends = (widening > 1 or not is_sum) and not walk.is_away and _are_parameters(values)
+    tape.works = tape.together * widening if widening > 1 else 0
     if is_sum:
         return [replace(value, made=each) for value, each in zip(values, made, strict=True)]
     sizes = [local_bytes(tensor, step.after, walk.mesh) for tensor, step in zip(types, steps, strict=True)]
     names = [f"gathered {walk.called(ref)}" for ref in bucket]
-    tape.works = sum(size for size, value in zip(sizes, values, strict=True) if value.made)
-    tape.sends = not walk.is_away and _are_parameters(values)
+    tape.works += widening * sum(size for size, value in zip(sizes, values, strict=True) if value.made)
     storages = _gather(walk, [value.storage for value in values], names, sizes, steps, ahead)
     return [Value(*each) for each in zip(storages, sizes, made, strict=True)]
 

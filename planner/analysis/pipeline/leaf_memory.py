@@ -115,7 +115,11 @@ class Leaves:
         """
         if not self.space.unsharding.once_per_step:
             return ()
-        sent = [part._replace(words=SENT, use="temporary") for part in gradients if part.words == WHOLE]
+        sent = [
+            part._replace(words=SENT, use="temporary", bytes=part.bytes * self.space.widening(Ref(part.leaf)))
+            for part in gradients
+            if part.words == WHOLE
+        ]
         alone = [(part,) for part in sent if self.resharded(part.leaf)]
         together = tuple(part for part in sent if not self.resharded(part.leaf))
         return (

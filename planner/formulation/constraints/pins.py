@@ -18,7 +18,7 @@ from planner.formulation.constraints.roles import ROLES, WEIGHTS, pinnable, shar
 from planner.formulation.constraints.synonyms import meant
 from planner.formulation.constraints.zero import Ways, Zero, levels_alone, read_zero, unshardings
 from planner.formulation.remat.levels import COMPUTED, Level
-from planner.formulation.training import Activations, Tier, Update
+from planner.formulation.training import Activations, ReduceDtype, Tier, Update
 from planner.formulation.unsharding import PER_MICRO_BATCH, Unsharding
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, versions
 from planner.tables.tables_plan import NO_SLAB, SLABS
@@ -28,6 +28,7 @@ ContextKind = Literal["gather", "zigzag_gather", "ring", "zigzag", "ulysses", "h
 CONTEXT_KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
 Offload = Literal["none", "host", "auto", "disk"]
+REDUCE_DTYPES: tuple[ReduceDtype, ...] = get_args(ReduceDtype)
 TIERS: Mapping[Offload, Tier] = {"none": "device", "host": "host", "auto": "either", "disk": "disk"}
 
 FREE_AXES = ("all", "outer", "middle", "inner")
@@ -76,6 +77,7 @@ class Pins:
             model data is at home: a count or ``all``; ``None`` leaves it to the search.
         streamed: linear layers may be streamed, where nothing in ``layers`` says so, too.
         compile: what distinct blocks compute between collectives is compiled, each once.
+        reduce_dtype: in which gradients of parameters in narrower ones are reduced over ranks; ``None``: in their own.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -97,6 +99,7 @@ class Pins:
     activations: Activations | None = None
     streamed: bool = False
     compile: bool = False
+    reduce_dtype: ReduceDtype | None = None
 
     @staticmethod
     def parse(pin: Mapping[str, object] | None) -> Pins:
@@ -119,7 +122,7 @@ class Pins:
             "update",
             "activations",
         }
-        known |= {"layers", "tables", "schedule", "batch_norm", "streamed", "compile"}
+        known |= {"layers", "tables", "schedule", "batch_norm", "streamed", "compile", "reduce_dtype"}
         unknown = sorted(set(pin) - known, key=str)
         if unknown:
             told = "".join(f"; {hint}" for name in unknown if (hint := meant(name, known)))
@@ -191,6 +194,7 @@ class Pins:
             activations,
             streamed,
             compiles,
+            _reduce_dtype(pin.pop("reduce_dtype", None)),
         )
 
     @property
@@ -242,6 +246,8 @@ class Pins:
             found["streamed"] = True
         if self.compile:
             found["compile"] = True
+        if self.reduce_dtype is not None:
+            found["reduce_dtype"] = self.reduce_dtype
         if self.layers:
             found["layers"] = {path: dict(axes) for path, axes in self.layers.items()}
         if self.tables:
@@ -360,6 +366,19 @@ def _update(value: object) -> Update:
             "block's as soon as their gradients are complete"
         )
     return "backward"
+
+
+def _reduce_dtype(value: object) -> ReduceDtype | None:
+    """In which dtype gradients are reduced, where that is not their own."""
+    if value is None:
+        return None
+    for dtype in REDUCE_DTYPES:
+        if value == dtype:
+            return dtype
+    raise PinError(
+        f"pin 'reduce_dtype' is {value!r}; gradients of parameters in narrower dtypes are reduced in "
+        f"{' or '.join(map(repr, REDUCE_DTYPES))}, and left out each in its own"
+    )
 
 
 def _activations(value: object, offload: Offload | None) -> Activations | None:

@@ -136,7 +136,7 @@ def _moves(assignment: Assignment, names: Names) -> dict[tuple[str, Variable], l
         if key in at:
             at[key] = replace(at[key], times=at[key].times + times)
             continue
-        table, tensor = space.table(each.ref), graph.type_of(each.ref)
+        table, tensor, widening = space.table(each.ref), graph.type_of(each.ref), space.widening(each.ref)
         pair = table.index[each.source], table.index[each.target]
         route = table.route(each.source, each.target)
         at[key] = Move(
@@ -144,7 +144,7 @@ def _moves(assignment: Assignment, names: Names) -> dict[tuple[str, Variable], l
             format_layout(each.source),
             format_layout(each.target),
             tuple(f"{step.rule} {space.mesh.axes[step.axis].name}" for step in route),
-            tuple(c for step in route for c in step.collectives(tensor, space.mesh) if c.axis != MICRO),
+            tuple(c for step in route for c in step.collectives(tensor, space.mesh, widening) if c.axis != MICRO),
             float(table.forward_s[pair]),
             float(table.backward_s[pair]),
             times,

@@ -187,6 +187,7 @@ def _space(
         config.unsharding,
         plan.discards if said else None,
         pins.compile,
+        pins.reduce_dtype,
     )
     ordered = replace(pins, schedule=schedule)
     return blocks, pinned_space(graph, blocks.folded, config.mesh, cluster, ordered, training, config.stages)

@@ -28,7 +28,8 @@ ZERO_3: Mapping[str, Any] = {"data": 2, "zero": 3, "recompute": "full"}
 def traced(pin: Mapping[str, Any], model: Residuals) -> tuple[list[Overlap], list[ObservedFlight]]:
     """What is planned, and what a rank does whose collectives carry nothing."""
     torch.manual_seed(0)
-    x = torch.randn(4, WIDTH)
+    dtype = torch.bfloat16 if "reduce_dtype" in pin else torch.float32
+    model, x = model.to(dtype), torch.randn(4, WIDTH, dtype=dtype)
     found = trace(model, (x,))
     assignment = assign(found, planned(model, x, **pin))
     with _rank(found, assignment, model) as module:
@@ -61,6 +62,7 @@ def _rank(found: Any, assignment: Any, model: Residuals) -> Iterator[ParallelMod
     ZERO_3,
     {**ZERO_3, "update": "backward"},
     {"data": 2, "zero": 0, "update": "backward"},
+    {"data": 2, "zero": 0, "reduce_dtype": "float32"},
     {"data": 2, "tensor": 2, "zero": 0},
     {"data": 2, "tensor": 2, "zero": 3, "recompute": "none"},
 ], ids=str)  # fmt: skip
