@@ -36,6 +36,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.mesh import pipeline_mesh
 from planner.analysis.offload.chunks import chunks_of, moving_bytes, parameters
 from planner.analysis.offload.step_timing import saved_bytes
+from planner.analysis.overlaps import overlaps
 from planner.base.cpython import on_one_stack
 from planner.base.errors import InputError, PinError, PlanError
 from planner.base.formatting import in_all_bytes
@@ -194,7 +195,7 @@ def parallelize(
         plan.pins.compile,
     )
     made.data_agreement = DataAgreement(stage_mesh, device, calls)
-    made.planned = plan
+    made.planned, made.planned_overlaps = plan, () if micro_batched is not None else overlaps(assignment)
     return made
 
 

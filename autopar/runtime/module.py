@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -52,6 +52,7 @@ from autopar.runtime.spmd.programs import Emitted, Maker, Programs
 from autopar.runtime.spmd.run_state import RunState
 from autopar.runtime.spmd.state_dict import on_all_stages, part_like, slabs_like, whole_tensors
 from autopar.runtime.spmd.step_observer import Seen, StepObserver
+from planner.analysis.overlaps import Overlap
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import sizes_text
 from planner.ir.layout import Mesh
@@ -119,6 +120,7 @@ class ParallelModule(Fronts):
         self.state, self.pipeline = state, pipeline
         self.data_agreement: DataAgreement | None = None  # of ranks that are processes
         self.planned: Document | None = None
+        self.planned_overlaps: Sequence[Overlap] = ()
         self._seen: Seen | None = None
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
         tensors: dict[str, Tensor] = {}
@@ -390,7 +392,8 @@ class ParallelModule(Fronts):
 
     def compare(self, optimizer: torch.optim.Optimizer | None = None) -> Comparison:
         """What the observed steps took on this rank beside what the plan predicts: seconds of every distinct block and
-        of every kind of collective, with standard errors, and bytes by use.
+        of every kind of collective, with standard errors, and bytes by use; and which collectives were on their way
+        while blocks computed, beside which the plan has so, with what of their seconds was hidden.
 
         ``pmodel.compare().save("run.json")`` writes it for ``autopar profile --from run.json``, by which the next plan
         is priced. The peak of memory is observed on GPUs; on CPUs :func:`autopar.verify` counts it.
@@ -411,7 +414,8 @@ class ParallelModule(Fronts):
             memory["optimizer"] = sum(_local_bytes(value) for value in state if isinstance(value, Tensor))
         if self._device.type == "cuda":
             memory["peak"] = torch.cuda.max_memory_allocated()
-        return compare(self.planned, self._seen.blocks, self._seen.collectives, memory)
+        seen = self._seen
+        return compare(self.planned, seen.blocks, seen.collectives, memory, self.planned_overlaps, seen.overlaps)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`timeline` for https://ui.perfetto.dev, as :meth:`planner.plan.plan.Plan.save_trace` writes the

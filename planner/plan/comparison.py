@@ -1,4 +1,5 @@
-"""What steps took beside what was predicted: block by block, collective by collective, and memory by use.
+"""What steps took beside what was predicted: block by block, collective by collective, and memory by use; and what of
+their collectives was on its way while blocks computed.
 
 ``Document, what was seen -> Comparison``; several of these become a calibration by which the next plan is priced.
 """
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from planner.analysis.overlaps import ObservedFlight, Overlap
 from planner.base.errors import ClusterError, PlanError
 from planner.base.files import write_text
 from planner.base.formatting import in_bytes, in_seconds
@@ -25,6 +27,8 @@ from planner.cost.model import CostModel
 from planner.formulation.resharding import PHASES, Collective
 from planner.plan.document.detail import BlockDetail
 from planner.plan.document.document import BlockPlan, Document
+from planner.plan.overlapped import Overlapped, overlapped
+from planner.plan.report.summary import exposed_share
 
 FORMAT, VERSION = "autopar-run", 2
 TELLING = 0.2
@@ -65,7 +69,7 @@ class Compared:
 
     @property
     def off(self) -> float:
-        """Observed over predicted, less 1."""
+        """ObservedFlight over predicted, less 1."""
         return self.observed_s / self.predicted_s - 1 if self.predicted_s else math.inf
 
 
@@ -77,11 +81,13 @@ class Comparison:
         cluster: that the plan was priced for.
         rows: seconds, blocks first, in the order in which they run.
         memory: bytes by use, as predicted and as observed.
+        overlapped: collectives that were on their way while blocks computed.
     """
 
     cluster: ClusterSpec
     rows: tuple[Compared, ...]
     memory: Mapping[str, tuple[int, int]]
+    overlapped: tuple[Overlapped, ...] = ()
 
     def __str__(self) -> str:
         width = max([24, *(len(row.name) for row in self.rows)])
@@ -97,6 +103,7 @@ class Comparison:
             lines.append(
                 f"  {use:{width}}  {'memory':8}  {in_bytes(predicted):>10}  {in_bytes(observed):>20}  {off:>6}"
             )
+        lines += [f"  {line}" for each in self.overlapped for line in str(each).splitlines()]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -123,6 +130,7 @@ class Comparison:
             "cluster": self.cluster.to_dict(),
             "rows": [asdict(row) for row in self.rows],
             "memory": {use: list(sizes) for use, sizes in self.memory.items()},
+            "overlapped": [asdict(each) for each in self.overlapped],
         }
         write_text(Path(path), json.dumps(data, indent=1) + "\n")
 
@@ -135,12 +143,15 @@ class Comparison:
                 raise KeyError("format")
             rows = tuple(Compared(**row) for row in data["rows"])
             memory = {use: (int(a), int(b)) for use, (a, b) in data["memory"].items()}
+            overlapped = tuple(
+                Overlapped(**{**row, "differing": tuple(row["differing"])}) for row in data.get("overlapped", ())
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(
                 f"{os.fspath(path)!r} is no record of steps ({error}): pmodel.compare().save({os.fspath(path)!r}) "
                 "writes one after steps were observed"
             ) from None
-        return cls(ClusterSpec.from_dict(data["cluster"]), rows, memory)
+        return cls(ClusterSpec.from_dict(data["cluster"]), rows, memory, overlapped)
 
 
 def compare(
@@ -148,6 +159,8 @@ def compare(
     blocks: Mapping[tuple[int, str], Sequence[float]],
     collectives: Mapping[str, Sequence[float]],
     memory: Mapping[str, int],
+    planned: Sequence[Overlap] = (),
+    observed: Sequence[Sequence[ObservedFlight]] = (),
 ) -> Comparison:
     """Put what was seen beside what a plan predicts.
 
@@ -155,6 +168,7 @@ def compare(
         blocks: seconds of every step, by number of the instance and phase.
         collectives: of all calls of each kind.
         memory: bytes by use; ``peak`` is that of all.
+        planned, observed: collectives on their way while blocks compute, as planned and in every step that was traced.
 
     Raises:
         PlanError: the plan runs micro-batches, or was read from a file without details.
@@ -190,7 +204,12 @@ def compare(
                 )
     rows += waited
     held = {**document.predicted.memory_bytes, "peak": document.predicted.peak_bytes}
-    return Comparison(document.cluster, tuple(rows), {use: (held[use], memory[use]) for use in held if use in memory})
+    sizes = {use: (held[use], memory[use]) for use in held if use in memory}
+    if not observed:
+        return Comparison(document.cluster, tuple(rows), sizes)
+    names = {number: f"{block.name or '(root)'} ({number})" for block in document.blocks for number in block.at}
+    hidden = 1 - exposed_share(document)
+    return Comparison(document.cluster, tuple(rows), sizes, overlapped(planned, observed, names, hidden))
 
 
 def _predicted_blocks(document: Document) -> dict[tuple[int, str], tuple[float, float]]:

@@ -14,6 +14,7 @@ gradients are used there, once they are reduced and the next block's are on thei
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import spmd_types as spmd
@@ -24,6 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.host.gradient_buckets import Buckets
+from autopar.runtime.spmd.flight import Flight
 from autopar.runtime.spmd.prefetch_gather import PrefetchedGather, reduce_scatter
 from autopar.runtime.spmd.resharding import convert, local_type, open_strips
 from planner.ir.layout import Shard
@@ -246,7 +248,8 @@ class _Gather(torch.autograd.Function):
         for form, grad, rows in zip(ctx.forms, grads, every.split(sizes, 1), strict=True):
             form.fill(rows, grad)
         reduced = every.new_empty(sum(sizes))
-        work = reduce_scatter(reduced, every.view(-1), group=ctx.axis, async_op=found is not None)
+        reduce = partial(reduce_scatter, reduced, every.view(-1), group=ctx.axis, async_op=found is not None)
+        work = reduce() if found is None else Flight("reduce_scatter", reduce)
         own = reduced if reduced.dtype == ctx.like.dtype else ctx.like.new_empty(sum(sizes))
         work = work if own is reduced else _Rounded(work, reduced, own)
         if found is not None:
@@ -321,10 +324,11 @@ class _SumGradients(torch.autograd.Function):
             if is_wide:  # beside the gradients, so of one block at a time
                 parts.sent.wait()
                 wide = flat.to(ctx.reduce_dtype)
-                work = dist.all_reduce(wide, group=ctx.axis, async_op=True)
-                parts.sent.put(_Rounded(work, wide, flat), wide)
+                reduce = partial(dist.all_reduce, wide, group=ctx.axis, async_op=True)
+                parts.sent.put(_Rounded(Flight("all_reduce", reduce), wide, flat), wide)
             else:
-                parts.pending.append(dist.all_reduce(flat, group=ctx.axis, async_op=True))
+                reduce = partial(dist.all_reduce, flat, group=ctx.axis, async_op=True)
+                parts.pending.append(Flight("all_reduce", reduce))
         sums = flat.split([term.numel() for term in terms])
         return None, None, *(None if g is None else s.view_as(g) for s, g in zip(sums, grads, strict=True))
 

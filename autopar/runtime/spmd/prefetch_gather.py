@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from autopar.runtime.spmd.flight import Flight
+
 # Torch 2.13 has other names for these two, and warns of the old ones.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -43,7 +45,7 @@ class PrefetchedGather:
         self._parts, self._axis = parts, axis
         self._following: list[weakref.ref[PrefetchedGather]] | None = []  # none once forward asked for the rows
         self._again = tuple(again)
-        self._underway: tuple[Tensor, Tensor, Any] | None = None
+        self._underway: tuple[Tensor, Tensor, Flight] | None = None
         for each in previous:
             assert each._following is not None, "blocks run in order"
             each._following.append(weakref.ref(self))
@@ -54,7 +56,8 @@ class PrefetchedGather:
             flat = [part.detach().reshape(-1) for part in self._parts]
             own = flat[0] if len(flat) == 1 else torch.cat(flat)
             every = own.new_empty(self._axis.size() * own.numel())
-            self._underway = own, every, all_gather(every, own, group=self._axis, async_op=True)
+            flight = Flight("all_gather", lambda: all_gather(every, own, group=self._axis, async_op=True))
+            self._underway = own, every, flight
 
     def rows(self) -> Tensor:
         """Every rank's parts behind one another, a row each; the next block's are on their way from here on.
@@ -63,10 +66,10 @@ class PrefetchedGather:
         """
         self.start()
         assert self._underway is not None
-        (_, every, work), self._underway = self._underway, None
+        (_, every, flight), self._underway = self._underway, None
         following, self._following = self._following, None
         starts = self._again if following is None else [each for found in following if (each := found()) is not None]
         for each in starts:
             each.start()
-        work.wait()
+        flight.wait()
         return every.view(self._axis.size(), -1)

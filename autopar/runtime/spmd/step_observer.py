@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.profiler import ProfilerActivity, profile
 
+from autopar.runtime.spmd.overlaps_seen import BACKWARD, ENDS, FORWARD, mark, overlaps_seen
+from planner.analysis.overlaps import ObservedFlight
+
 WORDS = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -39,10 +42,12 @@ class Seen:
     Attributes:
         blocks: by number of the instance and phase.
         collectives: of all calls of a kind in a step.
+        overlaps: of every profiled step, the collectives that were on their way.
     """
 
     blocks: dict[tuple[int, str], list[float]] = field(default_factory=dict)
     collectives: dict[str, list[float]] = field(default_factory=dict)
+    overlaps: list[list[ObservedFlight]] = field(default_factory=list)
 
 
 class StepObserver:
@@ -93,8 +98,10 @@ class StepObserver:
     def _end_step(self) -> None:
         if self._profiler is not None:
             self._profiler.stop()
-            for kind, seconds in _collectives(self._profiler.events(), self.device.type == "cuda").items():
+            events, on_gpu = self._profiler.events(), self.device.type == "cuda"
+            for kind, seconds in _collectives(events, on_gpu).items():
                 self.seen.collectives.setdefault(kind, []).append(seconds)
+            self.seen.overlaps.append(overlaps_seen(events, on_gpu))
             self._profiler = None
             return
         if self._steps == 0:
@@ -111,14 +118,17 @@ class StepObserver:
     def _begin(self, module: Any, args: Any) -> None:
         now = self._now()
         self._forward.append((now, now))
+        mark(self._number, FORWARD)
 
     def _end(self, module: Any, args: Any, result: Any) -> None:
         number = self._number
         self._forward[number] = self._forward[number][0], self._now()
         self._number += 1
+        mark(number, ENDS)
 
         def arrived(gradient: Tensor) -> None:
             self._backward.setdefault(number, self._now())
+            mark(number, BACKWARD)
 
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, Tensor) and value.requires_grad:

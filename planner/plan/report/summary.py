@@ -79,7 +79,7 @@ def traffic(calls: Iterable[tuple[Collective, int]]) -> list[Traffic]:
 def blocks(document: Document) -> list[BlockSummary]:
     """The distinct blocks in execution order; without details where the plan holds none."""
     details = document.account.blocks or (BlockDetail(),) * len(document.blocks)
-    exposed, ranks = _exposed(document), 1 if document.pipeline is None else document.pipeline.ranks
+    exposed, ranks = exposed_share(document), 1 if document.pipeline is None else document.pipeline.ranks
     micro_batches = document.mesh.micro_batches
     found = []
     for plan, detail in zip(document.blocks, details, strict=True):
@@ -95,7 +95,7 @@ def blocks(document: Document) -> list[BlockSummary]:
 
 def shared(document: Document) -> list[SharedLeaf]:
     """Leaves whose resharding belongs to no block, as several read what it gives."""
-    exposed, ranks = _exposed(document), 1 if document.pipeline is None else document.pipeline.ranks
+    exposed, ranks = exposed_share(document), 1 if document.pipeline is None else document.pipeline.ranks
     layouts, found = {**document.inputs, **document.parameters, **document.buffers}, []
     for name, leaf in document.account.leaves.items():
         calls = tuple((call, move.times) for move in leaf.after for call in move.calls)
@@ -115,7 +115,7 @@ def _moved_s(document: Document, moves: Sequence[Move], exposed: float) -> tuple
     return communication, exposed * sum(m.backward_s * m.times for m in once)
 
 
-def _exposed(document: Document) -> float:
+def exposed_share(document: Document) -> float:
     """The share of the gradients' reduction that backward does not hide."""
     account = document.account
     moves = [m for block in account.blocks for op in block.ops.values() for m in (*op.before, *op.after)]

@@ -1,0 +1,124 @@
+"""Overlaps: what is planned to be on its way while blocks compute is what a trace shows, and a fault is noticed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.driver.plan import assign
+from autopar.driver.trace import trace
+from autopar.emit.build import build
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.spmd import parameters, prefetch_gather
+from autopar.runtime.spmd.interface import LeafSpec
+from autopar.runtime.spmd.mesh import device_mesh, part_of
+from autopar.verification.simulator import fake_process_group
+from planner.analysis.overlaps import ObservedFlight, Overlap, overlaps
+from planner.plan.overlapped import overlapped
+from tests.autopar.runtime.test_gather import WIDTH, Residuals, planned
+
+ZERO_3: Mapping[str, Any] = {"data": 2, "zero": 3, "recompute": "full"}
+
+
+def traced(pin: Mapping[str, Any], model: Residuals) -> tuple[list[Overlap], list[ObservedFlight]]:
+    """What is planned, and what a rank does whose collectives carry nothing."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if "reduce_dtype" in pin else torch.float32
+    model, x = model.to(dtype), torch.randn(4, WIDTH, dtype=dtype)
+    found = trace(model, (x,))
+    assignment = assign(found, planned(model, x, **pin))
+    with _rank(found, assignment, model) as module:
+        optimizer = module.optimizer(torch.optim.SGD, lr=0.0)
+        part = module.shard((x,))[0]
+        with module.observe():
+            for _ in range(2):
+                module(part)[0].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert module._seen is not None
+        (step,) = module._seen.overlaps
+    return overlaps(assignment), step
+
+
+@contextlib.contextmanager
+def _rank(found: Any, assignment: Any, model: Residuals) -> Iterator[ParallelModule]:
+    mesh, whole = assignment.space.mesh, dict(model.named_parameters())
+
+    def make_part(leaf: LeafSpec) -> torch.Tensor:
+        return part_of(whole[leaf.name].detach(), leaf.layout, mesh, 0).clone()
+
+    with fake_process_group(mesh.size):
+        yield build(model, found.captured, assignment, device_mesh(mesh, "cpu"), 0, make_part, 0)
+
+
+@pytest.mark.parametrize("pin", [
+    {"data": 2, "zero": 0},
+    {"data": 2, "zero": 2, "recompute": "none"},
+    ZERO_3,
+    {**ZERO_3, "update": "backward"},
+    {"data": 2, "zero": 0, "update": "backward"},
+    {"data": 2, "zero": 0, "reduce_dtype": "float32"},
+    {"data": 2, "tensor": 2, "zero": 0},
+    {"data": 2, "tensor": 2, "zero": 3, "recompute": "none"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("form", [{}, {"frozen": 1, "shifted": 1, "beside": 1}], ids=str)
+def test_what_is_planned_is_what_a_trace_shows(pin: Mapping[str, Any], form: Mapping[str, int]) -> None:
+    expected, step = traced(pin, Residuals(**form))
+    assert Counter(each.overlap for each in step) == Counter(expected)
+    assert any(each.beside for each in expected)
+
+
+def test_by_hand() -> None:
+    """ZeRO 3: gathers are a block ahead both ways, and gradients are on their way beside one block of backward."""
+    expected, _ = traced(ZERO_3, Residuals(layers=3))
+    assert sorted(expected) == [
+        Overlap("all_gather", "backward", 0, (1,)),
+        Overlap("all_gather", "backward", 1, (2,)),
+        Overlap("all_gather", "backward", 2, ()),
+        Overlap("all_gather", "forward", 0, ()),
+        Overlap("all_gather", "forward", 1, (0,)),
+        Overlap("all_gather", "forward", 2, (1,)),
+        Overlap("reduce_scatter", "backward", 0, ()),
+        Overlap("reduce_scatter", "backward", 1, (0,)),
+        Overlap("reduce_scatter", "backward", 2, (1,)),
+    ]
+
+
+class Late(prefetch_gather.PrefetchedGather):
+    """Is started by nobody but who asks for it."""
+
+    def __init__(self, parts: Any, axis: Any, previous: Any = (), again: Any = ()):
+        super().__init__(parts, axis)
+
+
+class Waiting(parameters._Sent):
+    """Waits for gradients where they are sent."""
+
+    def put(self, work: Any, sent: torch.Tensor) -> None:
+        super().put(work, sent)
+        self.wait()
+
+
+@pytest.mark.parametrize("name, fault, kind", [
+    ("PrefetchedGather", Late, "all_gather"),
+    ("_Sent", Waiting, "reduce_scatter"),
+])  # fmt: skip
+def test_what_is_not_as_planned_is_named(name: str, fault: type, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, name, fault)
+    expected, step = traced(ZERO_3, Residuals(layers=3))
+    assert {each.overlap.beside for each in step if each.overlap.kind == kind} == {()}
+    for row in overlapped(expected, [step], {number: f"block {number}" for number in range(5)}, 0.0):
+        if row.kind != kind:
+            assert (row.planned, row.differing) == (row.observed, ())
+        elif (row.kind, row.phase) == ("all_gather", "forward"):
+            assert row.differing == (
+                "of block 1: planned beside block 0, observed beside none",
+                "of block 2: planned beside block 1, observed beside none",
+            )
+        else:
+            assert (row.planned, row.observed, len(row.differing)) == (2, 0, 2)
