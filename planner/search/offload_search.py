@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from planner.analysis.offload.step_timing import holds_all, stages_followed
 from planner.analysis.pipeline.chain import links_of
-from planner.analysis.pipeline.staged import stage
+from planner.analysis.pipeline.staged import Staged, stage
 from planner.base.errors import InfeasibleError, PinError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import assignment_of
@@ -23,7 +23,7 @@ from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Search
 from planner.search.fastest_plan import fastest
 from planner.search.search_context import SearchContext
 
-SHARES = (0.9, 0.75, 0.5, 0.25, 0.1)
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 """Parts of what a plan holds that others of the same layouts hold, which recompute more."""
 ROOM = (0.75, 0.5, 0.25, 0.0)
 """Parts of what a plan takes beside model data to which it is reduced, so that more of that stays."""
@@ -117,26 +117,35 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
     """The same layouts with the amount of recomputation of the shortest step, as transfer schedules say.
 
     Recomputing and leaving take the same bytes off the device: one takes its seconds, and the other the link's. The
-    search prices the first alone; so a few amounts are tried.
+    search prices the first alone; so a few amounts are tried, from much recomputation to none while steps get shorter.
     """
     best, usable = found.best, context.usable_bytes
     numbered = zip(best.space.folded.instances, decision_graph.blocks.numbers, strict=True)
     levels = context.levels.of_kinds({instance.kind: kind for instance, (kind, _) in numbered})
-    links, tried = links_of(assignment_of(best.space, best.choices), levels), [found]
-    for share in SHARES:
-        if context.is_late():
+    links = links_of(assignment_of(best.space, best.choices), levels)
+    shortest: Searched | None = None
+    for share in (*SHARES, 1.0):
+        if shortest is not None and context.is_late():
             break
-        staged = stage(links, [best.staged.pipeline], int(share * best.evaluation.peak_bytes))
-        if staged is not None:
-            rows = [r.costing(staged.evaluation) if r.config == best.config else r for r in found.candidates]
-            other = replace(found, best=replace(best, staged=staged), candidates=tuple(rows), memory=None)
-            tried.append(other.followed())
-    steps: list[tuple[float, int]] = []
-    for number, each in enumerate(tried):
-        if each.working_set().bytes <= usable:
-            with contextlib.suppress(InfeasibleError):  # the host has no room for what leaves; with less it may
-                steps.append((each.planned_step_s, number))
-    return tried[min(steps)[1]].above(found.bound_s) if steps else found
+        other: Searched | None = found
+        if share < 1.0:
+            staged = stage(links, [best.staged.pipeline], int(share * best.evaluation.peak_bytes))
+            other = None if staged is None else _cut_as(found, staged)
+        if other is None or other.working_set().bytes > usable:
+            continue
+        with contextlib.suppress(InfeasibleError):  # the host has no room for what leaves; with less it may
+            step_s = other.planned_step_s
+            if shortest is not None and step_s >= shortest.planned_step_s:
+                break
+            shortest = other
+    return found if shortest is None else shortest.above(found.bound_s)
+
+
+def _cut_as(found: Searched, staged: Staged) -> Searched:
+    """The same layouts with another amount of recomputation."""
+    best = found.best
+    rows = [row.costing(staged.evaluation) if row.config == best.config else row for row in found.candidates]
+    return replace(found, best=replace(best, staged=staged), candidates=tuple(rows), memory=None).followed()
 
 
 def _with_room(context: SearchContext) -> SearchContext:
@@ -154,7 +163,7 @@ def _leaving_room(
     The search reckons as if nothing stayed, so that it makes nothing again that fits. What it recomputes leaves room,
     and what stays there is updated on the device.
     """
-    tried, usable = [found], context.usable_bytes
+    best, usable = found, context.usable_bytes
     most_bytes = found.working_set().beside_bytes if found.memory is None else found.memory.peak_bytes
     for share in ROOM:
         if context.is_late():
@@ -163,9 +172,9 @@ def _leaving_room(
         if isinstance(smaller, NothingFits):
             break
         smaller = smaller.followed()
-        if smaller.working_set().bytes <= usable:
-            tried.append(smaller.above(found.bound_s))
-    return min(tried, key=lambda each: each.planned_step_s)
+        if smaller.working_set().bytes <= usable and smaller.planned_step_s < best.planned_step_s:
+            best = smaller
+    return best.above(found.bound_s)
 
 
 def _check_blocks(pins: Pins, blocks: int) -> None:

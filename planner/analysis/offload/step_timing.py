@@ -28,6 +28,7 @@ from planner.base.errors import InfeasibleError
 from planner.base.formatting import in_all_bytes
 from planner.formulation.assignment import Assignment
 from planner.solve.transfers import TransferSchedule, fewest_bytes, shortest_step, simulate
+from planner.solve.transfers.trace import Trace
 
 MORE = "hosts with more memory, or pin 'offload' 'disk'"
 """The way out of hosts that are too small."""
@@ -55,12 +56,12 @@ class _Way:
     @cached_property
     def update_s(self) -> float:
         """Seconds of updates, wherever."""
-        return math.fsum(m.seconds for m in self.table.trace.moments if m.on == "host" or m.name == UPDATE_THERE)
+        return _update_s(self.table.trace)
 
     @cached_property
     def computing_s(self) -> float:
         """Seconds that the device computes, updates aside."""
-        return math.fsum(moment.seconds for moment in self.table.trace.moments) - self.update_s
+        return _computing_s(self.table.trace)
 
     @cached_property
     def exposed_s(self) -> tuple[float, float]:
@@ -94,8 +95,11 @@ class _Way:
         return fullest.name, {use: size for use, size in bytes_by_use.items() if self.stays or use != "stays"}
 
 
-def _ways(step: RankStep) -> list[_Way]:
-    """What may stay on the device, as far as home holds the rest, each with its transfer schedule.
+def _fastest_way(step: RankStep) -> _Way:
+    """What stays on the device with the shortest step, as far as home holds the rest.
+
+    A transfer schedule is made of those alone that may be faster than the best one: computing, and updating where it
+    comes after, take as long whatever moves.
 
     Raises:
         InfeasibleError: home holds none of them.
@@ -105,12 +109,36 @@ def _ways(step: RankStep) -> list[_Way]:
     _check_home(step, min(moving))
     # Where nothing overlaps, the shortest step is the one that moves the fewest bytes.
     solve, budget_bytes = (shortest_step if step.overlaps else fewest_bytes), _budget_bytes(step)
-    fitting = [each for each in zip(choices, moving, strict=True) if each[1] <= step.home.memory_bytes]
-    ways = [_Way(step, stays, solve(step.trace(stays), budget_bytes)) for stays, _ in fitting]
-    saved = [saved_bytes(way.table) for way in ways]
-    needed = [size + more for (_, size), more in zip(fitting, saved, strict=True)]
-    _check_home(step, *min(zip(needed, saved, strict=True)))
-    return [way for way, size in zip(ways, needed, strict=True) if size <= step.home.memory_bytes]
+    is_after = step.assignment.space.training.update != "backward"
+    sized = zip(choices, moving, strict=True)
+    fitting = [(stays, step.trace(stays), size) for stays, size in sized if size <= step.home.memory_bytes]
+    least_s = [_computing_s(trace) + is_after * _update_s(trace) for _, trace, _ in fitting]
+    best: _Way | None = None
+    lacking = list[tuple[int, int]]()
+    for number in sorted(range(len(fitting)), key=lambda number: least_s[number]):
+        if best is not None and least_s[number] >= best.step_s:
+            break
+        stays, trace, size = fitting[number]
+        way = _Way(step, stays, solve(trace, budget_bytes))
+        saved = saved_bytes(way.table)
+        if size + saved > step.home.memory_bytes:
+            lacking.append((size + saved, saved))
+        elif best is None or way.step_s < best.step_s:
+            best = way
+    if best is None:
+        _check_home(step, *min(lacking))
+    assert best is not None
+    return best
+
+
+def _update_s(trace: Trace) -> float:
+    """Seconds of updates, wherever."""
+    return math.fsum(m.seconds for m in trace.moments if m.on == "host" or m.name == UPDATE_THERE)
+
+
+def _computing_s(trace: Trace) -> float:
+    """Seconds that the device computes, updates aside."""
+    return math.fsum(moment.seconds for moment in trace.moments) - _update_s(trace)
 
 
 def _budget_bytes(step: RankStep) -> int:
@@ -273,7 +301,7 @@ def offloaded(
     """
     times = prediction.time_s.items()
     on_device_s = math.fsum(seconds for use, seconds in times if use not in ("optimizer", "offload"))
-    ways = [min(_ways(step), key=lambda way: way.step_s) for step in _steps(assignment, memory, on_device_s, staged)]
+    ways = [_fastest_way(step) for step in _steps(assignment, memory, on_device_s, staged)]
     fullest = max(ways, key=lambda way: way.table.high_water_bytes)
     moment, bytes_by_use = fullest.fullest
     found = replace(
