@@ -159,6 +159,7 @@ def test_it_is_priced_and_saved_with_the_plan() -> None:
     plain, scaled = planned({"data": 4}, spec), planned({"data": 4, "float8": "rowwise"}, spec)
     assert scaled.predicted.time_s["compute"] < 0.01 * plain.predicted.time_s["compute"]
     assert Plan.from_dict(scaled.to_dict()).pins.float8 == "rowwise" and scaled.certificate.holds
+    assert "float8  3 of 3 linear layers in blocks that repeat multiply in float8, scaled rowwise" in str(scaled)
     slow = ClusterSpec.from_dict({**fast, "device": {**fast["device"], "memory_bandwidth_bytes_per_s": 1e6}})
     by_row, by_tensor, none = (
         planned({"data": 4, **({"float8": scaling} if scaling else {})}, slow).predicted.time_s["compute"]
