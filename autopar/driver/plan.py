@@ -199,6 +199,7 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
         plan.discards,
         pins.compile,
         pins.reduce_dtype,
+        pins.float8,
     )
     space = pinned_space(traced.graph, folded, plan.mesh, plan.cluster, pins, training, stages)
     return restore(plan, space, facts)

@@ -282,6 +282,7 @@ class ProgramBuilder:
             lambda: self.attribute(STATE),
             self.counts.get(count_name(node)),
             sent,
+            self.assignment.space.scaling(node, self.assignment.choice(node)),
         )
 
     def recomputing(self, block: Block, again: Again) -> fx.Graph:

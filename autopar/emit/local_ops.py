@@ -17,8 +17,10 @@ from torch import fx
 
 from autopar.graph.local_arguments import local_call
 from autopar.runtime.layers import CONTRACTED, LOCAL_FORMS, LocalForm
+from autopar.runtime.layers.float8_linear import float8_linear
 from autopar.runtime.layers.random import draw, draw_attention
 from planner.base.errors import PlanError
+from planner.cost.kernels import Scaling
 from planner.formulation.strategies import Choice
 from planner.ir.graph import Node, TensorType
 from planner.ir.layout import MICRO, Layout, Mesh, Shard, local_outer, local_shape
@@ -37,6 +39,7 @@ class LocalCall:
         group: emits the fx node of a mesh axis's process group.
         state: emits the fx node of the program's run state (training mode and random numbers).
         sent: what the operator's layer began to send, if it did.
+        scaling: how its products are scaled to float8, if they are.
         count: of how many tokens a loss is the mean, where that is found before a micro-batched step.
     """
 
@@ -52,6 +55,7 @@ class LocalCall:
     state: Callable[[], fx.Node]
     count: fx.Node | None = None
     sent: fx.Node | None = None
+    scaling: Scaling | None = None
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, trailing defaults left out."""
@@ -116,6 +120,8 @@ def local_form(call: LocalCall) -> fx.Node:
         positional, keywords = call.arguments()
         return call.emit(draw, (call.target, call.state(), varying, *positional), keywords)
     positional, keywords = call.arguments()
+    if call.scaling is not None:
+        return call.emit(float8_linear, positional, {"scaling": call.scaling})
     if form is None or not (groups or form.is_region or form.takes_path or form.always):
         return call.emit(call.target, positional, keywords)
     if form.takes_path and call.node.path:

@@ -335,6 +335,8 @@ def verify(
         return found.noting("the model or its batch is on the meta device: types were checked, values were not")
     if _draws(traced):
         found = found.noting("dropout was switched off for the comparison")
+    if assignment.space.training.float8 is not None:
+        found = found.noting("products that the plan has in float8 were compared in the dtype of the comparison")
     apart = assignment.space.mesh.micro_batches if normalizes_by_micro_batch(assignment) else 1
     if apart > 1:
         found = found.noting(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 
 from planner.cost.cluster import Device
-from planner.cost.kernels import Attention, Product
+from planner.cost.kernels import FLOAT8, Attention, Product
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Tiles (rows, columns) of cuBLAS and CUTLASS on tensor cores; the first two are the fastest per flop."""
@@ -56,22 +56,14 @@ def _product_s(device: Device, p: Product, dtype: str, item_bytes: int) -> float
     return best
 
 
-FLOAT8 = "float8_e4m3fn"
-SCALED, SCALED_AGAIN = 5, 3
-"""Bytes of an operand in half precision that is scaled and cast to float8: read for its maximum, read, and written;
-and where the maximum is known, as in backward of what forward took."""
-
-
 def float8_product_s(device: Device, product: Product, dtype: str, item_bytes: int) -> float:
     """Seconds of a linear layer's products in float8, or of the two of its backward, with what scales their operands.
 
-    Each operand is cast where it is multiplied, as torchao's dynamic scaling by tensor does it. Backward has a new
-    operand, the gradient of the result, for both products, and casts the others again, which lie the other way.
+    Each operand is cast where it is multiplied. Backward has a new operand, the gradient of the result, for both
+    products, and casts the others again, which lie the other way.
     """
-    operands, result = product.m * product.k + product.k * product.n, product.m * product.n
-    cast = SCALED_AGAIN * operands + SCALED * result if product.is_backward else SCALED * operands
     memory = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
-    return sum(_product_s(device, part, FLOAT8, 1) for part in product.parts) + cast / memory
+    return sum(_product_s(device, part, FLOAT8, 1) for part in product.parts) + product.cast_bytes / memory
 
 
 def _per_k_s(device: Device, rows: int, columns: int, dtype: str, item_bytes: int) -> float:

@@ -8,8 +8,9 @@ family. :func:`kernel_of` names the kernel of an operator from its row and the s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from planner.ops import OPS
 from planner.ops.attention import Sight
@@ -17,6 +18,39 @@ from planner.ops.attention_pieces import QueryShards
 from planner.ops.table import Family
 
 Shape = tuple[int, ...]
+Scaling = Literal["tensorwise", "rowwise"]
+"""What of an operand in float8 has a scale of its own."""
+FLOAT8 = "float8_e4m3fn"
+
+
+class Casts(NamedTuple):
+    """What it takes to scale and cast operands in half precision to float8.
+
+    An element that is cast takes five bytes: read for its maximum, read, and written; where the scale is known, three.
+
+    Attributes:
+        operand: bytes of an element of an operand in forward.
+        again: and in backward, which casts both again, the other way round.
+        gradient: of the result's gradient, an operand of both products of backward.
+        starts: kernels that are started for them, forward and backward.
+    """
+
+    operand: int
+    again: int
+    gradient: int
+    starts: tuple[int, int] = (0, 0)
+
+
+FUSED_CASTS = Casts(5, 3, 5)
+"""Of torchao's dynamic scaling by tensor, compiled: with what is beside them, so that they start nothing."""
+SCALE, CAST = 7, 1
+"""Kernels that find a scale (largest magnitude, least, quotient, logarithm, floor, power, inverse), and that cast."""
+CASTS: Mapping[Scaling, Casts] = {
+    "tensorwise": Casts(5, 3, 8, (2 * (SCALE + CAST), SCALE + 4 * CAST)),
+    "rowwise": Casts(5, 5, 10, (2 * (SCALE + CAST), 4 * (SCALE + CAST))),
+}
+"""Of autopar's own (:mod:`autopar.runtime.layers.float8_linear`). By rows, backward has other rows than forward, and
+two scales of the gradient."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +58,9 @@ class Product:
     """``batch`` matrix products ``[m, k] x [k, n]``; or the two of its backward.
 
     A backward computes ``[m, n] x [n, k]`` and ``[k, m] x [m, n]``.
+
+    Attributes:
+        scaling: how its operands are scaled to float8; ``None``: they are not.
     """
 
     m: int
@@ -31,6 +68,7 @@ class Product:
     k: int
     batch: int = 1
     is_backward: bool = False
+    scaling: Scaling | None = None
 
     @property
     def backward(self) -> Product:
@@ -43,6 +81,18 @@ class Product:
         if not self.is_backward:
             return (self,)
         return Product(self.m, self.k, self.n, self.batch), Product(self.k, self.n, self.m, self.batch)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes that casting its operands to float8 passes over, or those of its backward."""
+        casts = FUSED_CASTS if self.scaling is None else CASTS[self.scaling]
+        operands, result = self.m * self.k + self.k * self.n, self.m * self.n
+        return casts.again * operands + casts.gradient * result if self.is_backward else casts.operand * operands
+
+    @property
+    def starts(self) -> int:
+        """Kernels that are started, or one for the two of its backward, with those that cast."""
+        return 1 if self.scaling is None else 1 + CASTS[self.scaling].starts[self.is_backward]
 
     @property
     def flops(self) -> float:

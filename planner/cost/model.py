@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from planner.base.errors import ClusterError
 from planner.cost.cluster import ClusterSpec, Level
-from planner.cost.gemm import FLOAT8, attention_s, float8_product_s, product_at_least_s, product_s
-from planner.cost.kernels import Attention, Kernel, Product, Stream
+from planner.cost.gemm import attention_s, float8_product_s, product_at_least_s, product_s
+from planner.cost.kernels import FLOAT8, Attention, Kernel, Product, Stream
 from planner.ir.graph import ITEM_BYTES
 from planner.ir.layout import Axis
 
@@ -201,8 +201,11 @@ class CostModel:
             return 0.0
         work_s = flops / (device.peak(dtype) * device.matmul_efficiency)
         if isinstance(kernel, Product):
-            taken = (FLOAT8, 1) if self._is_in_float8(kernel, dtype) else (dtype, ITEM_BYTES.get(dtype, 4))
-            work_s = product_at_least_s(device, kernel, *taken)
+            work_s = product_at_least_s(device, kernel, dtype, ITEM_BYTES.get(dtype, 4))
+            if self._is_in_float8(kernel, dtype):
+                narrow_s = product_at_least_s(device, kernel, FLOAT8, 1)
+                # A plan's own products are in it as far as their sizes allow on a rank.
+                work_s = narrow_s if kernel.scaling is None else min(work_s, narrow_s)
         elif isinstance(kernel, Attention):
             work_s = kernel.flops / (device.peak(dtype) * device.attention[kernel.is_backward])
         memory_s = bytes_moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
@@ -218,7 +221,8 @@ class CostModel:
         return 1.0 if self.cluster.calibration is None else self.cluster.calibration.ratio(work)
 
     def _is_in_float8(self, product: Product, dtype: str) -> bool:
-        return self.cluster.software.float8 and product.batch == 1 and ITEM_BYTES.get(dtype) == 2
+        by_software = self.cluster.software.float8 and product.batch == 1 and ITEM_BYTES.get(dtype) == 2
+        return by_software or product.scaling is not None
 
     def fused_s(self, bytes_moved: float, dtype: str, kernels: int) -> float:
         """Seconds of an operator's share of fused kernels: what it moves of their bytes, and those that begin with it.

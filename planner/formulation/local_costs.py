@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.base.symbolic_float import at_least_zero
-from planner.cost.kernels import Stream, attention_kernels, kernel_of
+from planner.cost.kernels import Kernel, Product, Scaling, Stream, attention_kernels, kernel_of
 from planner.cost.model import CostModel
 from planner.formulation.choices import Choices, Options
 from planner.formulation.decisions import DecisionGraph
+from planner.formulation.float8 import is_scalable, may_scale
 from planner.formulation.overlap import needs_of, overlapped
 from planner.formulation.resharding import ReshardingTable, local_bytes
 from planner.formulation.strategies import Choice
@@ -135,7 +136,8 @@ class LocalCosts:
         assert isinstance(options, Choices)
         working, traffic = self.decision_graph.blocks.working(node), self.traffic(node)
         calls = [call for ways in options.strategies for strategy in ways for call in strategy.inner]
-        of_seconds = id(options), traffic, self._overlapped_s(node, needs_of(calls))
+        scaling = may_scale(self.training, self.decision_graph.blocks, node)
+        of_seconds = id(options), traffic, self._overlapped_s(node, needs_of(calls)), scaling
         key = (of_seconds, working)
         if key not in self._known.works:
             sizes, is_term, is_whole = self._parts_of(node, options)
@@ -273,6 +275,15 @@ class LocalCosts:
         forward_s, backward_s, _, _ = self._seconds_of(node, Choices.only(choice), sizes)[:, 0].tolist()
         return forward_s, backward_s
 
+    def scaling(self, node: Node, choice: Choice) -> Scaling | None:
+        """How an operator that is run so multiplies in float8, if it does; what is streamed does not."""
+        found = may_scale(self.training, self.decision_graph.blocks, node)
+        if found is None or any(self.mesh.axes[axis].size > 1 for axis, _ in choice.inner):
+            return None
+        layouts = zip(self.graph.input_types(node), choice.operands, strict=True)
+        shapes = [local_shape(tensor.shape, layout, self.mesh.sizes) or () for tensor, layout in layouts]
+        return found if is_scalable(node, shapes) else None
+
     def traffic(self, node: Node) -> MemoryTraffic:
         """What an operator passes over in memory."""
         blocks, cluster = self.decision_graph.blocks, self.cost.cluster
@@ -304,10 +315,14 @@ class LocalCosts:
             turns = self._turns(choices)
             shares = (self._shares(choices) * turns).tolist()
             busiest = [flops / share * load for share, load in zip(shares, loads, strict=True)]
-            for local, moved, most, shared in zip(shapes, _moved(traffic, held), busiest, shards, strict=True):
-                key = (id(rule), local, moved, most, traffic.starts, traffic.fused, shared)
+            wanted = may_scale(self.training, self.decision_graph.blocks, node)
+            streamed = (self._product(choices, lambda strategy: bool(strategy.inner)) > 1).tolist()
+            each = zip(shapes, _moved(traffic, held), busiest, shards, streamed, strict=True)
+            for local, moved, most, shared, is_streamed in each:
+                scaling = wanted if not is_streamed and is_scalable(node, local) else None
+                key = (id(rule), local, moved, most, traffic.starts, traffic.fused, shared, scaling)
                 if key not in self._known.computed:
-                    self._known.computed[key] = self._compute(node, traffic, local, moved, most, shared)
+                    self._known.computed[key] = self._compute(node, traffic, local, moved, most, shared, scaling)
                 found.append(self._known.computed[key])
             seconds[:2] = np.array(found).T * turns
         talks = any(strategy.inner for strategies in choices.strategies for strategy in strategies)
@@ -434,6 +449,7 @@ class LocalCosts:
         moved: Moved,
         flops: float,
         shards: QueryShards,
+        scaling: Scaling | None,
     ) -> tuple[float, float]:
         """Seconds of an operator forward and backward, from its operands' local shapes and the bytes it passes over."""
         dtype = node.results[0].dtype if node.results else "float32"
@@ -445,11 +461,15 @@ class LocalCosts:
             forward_s, backward_s = self._in_pieces_s(node, shapes, moved, shards)
         elif traffic.runs:
             kernel = kernel_of(node.op, shapes, causal=is_causal(node) and shards.ranks == 1)
-            forward_s = self.cost.compute_s(flops, moved.forward, dtype, kernel=kernel, known_by=moved.once)
+            if scaling is not None and isinstance(kernel, Product):
+                kernel = replace(kernel, scaling=scaling)
+            forward_s = self.cost.compute_s(
+                flops, moved.forward, dtype, _starts(kernel), kernel=kernel, known_by=moved.once
+            )
             if moved.backward:
                 kernel = kernel and kernel.backward
                 backward_s = self.cost.compute_s(
-                    2 * flops, moved.backward, dtype, kernel=kernel, known_by=2 * moved.once
+                    2 * flops, moved.backward, dtype, _starts(kernel), kernel=kernel, known_by=2 * moved.once
                 )
         if traffic.starts:
             backward_s += self.cost.compute_s(0.0, moved.besides, dtype, traffic.starts, Stream("add"))
@@ -481,3 +501,8 @@ class LocalCosts:
     def collective_s(self, kind: str, axis: Axis, bytes_in: int) -> float:
         """Seconds of a collective in every group of an axis at once."""
         return self.cost.collective_s(kind, axis, bytes_in)
+
+
+def _starts(kernel: Kernel | None) -> int:
+    """Kernels that an operator starts, with those that cast what it multiplies."""
+    return kernel.starts if isinstance(kernel, Product) else 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.cost.cluster import ClusterSpec
+from planner.cost.kernels import Scaling
 from planner.formulation.unsharding import PER_STEP, Unsharding
 from planner.ir.graph import Node
 from planner.ir.node import ITEM_BYTES
@@ -35,6 +36,8 @@ class Training:
         discards: names of the outputs that a step does not keep, see :mod:`planner.formulation.discarded_outputs`;
             ``None``: in a step of several micro-batches all that may be, in another none.
         compile: whether blocks are compiled, and so priced as :mod:`planner.ops.fusion` fuses them.
+        float8: whether linear layers of blocks that repeat multiply in float8, and what has a scale of its own
+            (:mod:`planner.formulation.float8`).
         reduce_dtype: in which gradients of parameters in narrower ones are reduced over ranks; ``None``: in their own.
     """
 
@@ -46,6 +49,7 @@ class Training:
     discards: tuple[str, ...] | None = None
     compile: bool = False
     reduce_dtype: ReduceDtype | None = None
+    float8: Scaling | None = None
 
     def compiles(self, cluster: ClusterSpec, repeats: bool) -> bool:
         """Whether a block is compiled, by this plan or by the software that runs it.

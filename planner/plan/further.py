@@ -156,6 +156,7 @@ def _training(plan: Plan) -> Training:
         discards=plan.discards,
         compile=plan.pins.compile,
         reduce_dtype=plan.pins.reduce_dtype,
+        float8=plan.pins.float8,
     )
 
 

@@ -115,7 +115,13 @@ def _micro_batched(request: Request, found: Found) -> Iterator[str]:
 
 def _with_fewer_pins(pins: Pins, found: Found) -> Iterator[str]:
     """Without any pin but those that say where model data is at home."""
-    kept = Pins(offload=pins.offload, update=pins.update, activations=pins.activations, reduce_dtype=pins.reduce_dtype)
+    kept = Pins(
+        offload=pins.offload,
+        update=pins.update,
+        activations=pins.activations,
+        reduce_dtype=pins.reduce_dtype,
+        float8=pins.float8,
+    )
     if pins != kept:
         plan = found(pins=kept)
         if plan is not None:

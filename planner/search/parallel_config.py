@@ -9,19 +9,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, cast
 
 from planner.base.errors import PinError
 from planner.base.formatting import IN_EACH, sizes_text
 from planner.cost.cluster import ClusterSpec
-from planner.cost.kernels import kernel_of
+from planner.cost.kernels import Product, Scaling, kernel_of
 from planner.cost.model import CostModel
 from planner.formulation.constraints.mesh_candidates import candidate_meshes, pinned_mesh
 from planner.formulation.constraints.pins import FREE_AXES, Pins
 from planner.formulation.constraints.roles import REST, described, ranks_sharing, sharing
 from planner.formulation.decisions import DecisionGraph
+from planner.formulation.float8 import may_scale
 from planner.formulation.pipeline_pace import PipelinePace, pace_of, packing
 from planner.formulation.training import Training
 from planner.formulation.unsharding import PER_STEP, Unsharding
@@ -349,7 +350,8 @@ class Arithmetic:
             node = decision_graph.graph.by_name[names[0]]
             if variable[0] == "op":
                 compiled = training.compiles(cost.cluster, decision_graph.blocks.repeats(node))
-                work_s, runs = _work_s(node, decision_graph, cost, compiled)
+                scaling = may_scale(training, decision_graph.blocks, node)
+                work_s, runs = _work_s(node, decision_graph, cost, compiled, scaling)
                 kind = cast(int, variable[1])
                 self._of[kind] += Least(work_s / cost.cluster.world_size, runs * cost.least_start_s)
         self._step = sum((self._of[kind] for kind in self._kinds), Least())
@@ -379,12 +381,16 @@ class Least:
         return Least(self.work_s * times, self.starts_s * times)
 
 
-def _work_s(node: Node, decision_graph: DecisionGraph, cost: CostModel, compiled: bool) -> tuple[float, int]:
+def _work_s(
+    node: Node, decision_graph: DecisionGraph, cost: CostModel, compiled: bool, scaling: Scaling | None
+) -> tuple[float, int]:
     """Seconds of all devices together that an operator takes at least, both ways, and how often it starts."""
     row, operands = OPS.get(node.op), decision_graph.graph.input_types(node)
     flops = 0.0 if row is None else row.flops(node, operands, decision_graph.rules[node.name])
     dtype = node.results[0].dtype if node.results else "float32"
     kernel = kernel_of(node.op, [t.shape for t in operands], causal=is_causal(node))
+    if isinstance(kernel, Product):
+        kernel = replace(kernel, scaling=scaling)
     traffic = decision_graph.blocks.traffic(node, on_cpu=cost.cluster.on_cpu, compiled=compiled)
     sizes = [tensor.size_bytes for tensor in (*operands, *node.results)]
     forward, backward, besides = (

@@ -19,8 +19,9 @@ from functools import partial
 from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
+from planner.formulation.block_facts import BlockFacts
 from planner.formulation.constraints.context import with_ulysses
-from planner.formulation.constraints.dtypes import check_reduce_dtype
+from planner.formulation.constraints.dtypes import check_float8, check_reduce_dtype
 from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.remat.levels import Levels
@@ -127,11 +128,13 @@ def begin_search(
         update=pins.update,
         activations=pins.activations or 0,
         reduce_dtype=pins.reduce_dtype,
+        float8=pins.float8,
     )
     deadline, levels = start + time_limit_s, Levels(())
     context = SearchContext(
         CostModel(cluster), training, rules_of(graph, folded), pins, levels, deadline, progress, gap=gap
     )
+    check_float8(pins, graph, BlockFacts(folded, context.rules), cluster)
     context.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
     model = ModelBlocks(folded)
     return SearchBegun(context, partial(search_micro_batches, model=model, max_axes=max_axes, left_out=left_out))

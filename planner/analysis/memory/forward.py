@@ -161,6 +161,10 @@ def _results_of(walk: Walk, node: Node, types: tuple[TensorType, ...], operands:
         heap.drop(heap.new(called(node), "temporary", needs.forward))
     more = row.works + works(node) if row is not None else 0
     tape.works = needs.backward + (more * max(operands[0].bytes, sizes[0]) if operands else 0)
+    if walk.space.scaling(node, choice) is not None:  # both operands of a product, in a byte for two
+        x, w = (value.bytes // 2 for value in operands[:2])
+        heap.drop(heap.new(called(node), "temporary", x + w))
+        tape.works += sizes[0] // 2 + max(x * types[1].grad, w * types[0].grad)
     passes = row.passes if row is not None else ()
     for i, (value, tensor) in enumerate(zip(operands, types, strict=True)):
         if value.made is not None and tensor.grad:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from planner.base.errors import PinError
+from planner.cost.kernels import Scaling
 from planner.formulation.constraints.grids import in_pins, read_tensor
 from planner.formulation.constraints.roles import ROLES, WEIGHTS, pinnable, sharing
 from planner.formulation.constraints.synonyms import meant
@@ -28,6 +29,7 @@ ContextKind = Literal["gather", "zigzag_gather", "ring", "zigzag", "ulysses", "h
 CONTEXT_KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
 COUNTS = {"pipeline": "stages", "micro_batches": "micro-batches", "virtual_stages": "stages of each rank"}
 Offload = Literal["none", "host", "auto", "disk"]
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 REDUCE_DTYPES: tuple[ReduceDtype, ...] = get_args(ReduceDtype)
 TIERS: Mapping[Offload, Tier] = {"none": "device", "host": "host", "auto": "either", "disk": "disk"}
 
@@ -77,6 +79,7 @@ class Pins:
             model data is at home: a count or ``all``; ``None`` leaves it to the search.
         streamed: linear layers may be streamed, where nothing in ``layers`` says so, too.
         compile: what distinct blocks compute between collectives is compiled, each once.
+        float8: linear layers of blocks that repeat multiply in float8, with a scale of each operand or each row.
         reduce_dtype: in which gradients of parameters in narrower ones are reduced over ranks; ``None``: in their own.
     """
 
@@ -100,6 +103,7 @@ class Pins:
     streamed: bool = False
     compile: bool = False
     reduce_dtype: ReduceDtype | None = None
+    float8: Scaling | None = None
 
     @staticmethod
     def parse(pin: Mapping[str, object] | None) -> Pins:
@@ -122,7 +126,7 @@ class Pins:
             "update",
             "activations",
         }
-        known |= {"layers", "tables", "schedule", "batch_norm", "streamed", "compile", "reduce_dtype"}
+        known |= {"layers", "tables", "schedule", "batch_norm", "streamed", "compile", "reduce_dtype", "float8"}
         unknown = sorted(set(pin) - known, key=str)
         if unknown:
             told = "".join(f"; {hint}" for name in unknown if (hint := meant(name, known)))
@@ -195,6 +199,7 @@ class Pins:
             streamed,
             compiles,
             _reduce_dtype(pin.pop("reduce_dtype", None)),
+            _float8(pin.pop("float8", None)),
         )
 
     @property
@@ -248,6 +253,8 @@ class Pins:
             found["compile"] = True
         if self.reduce_dtype is not None:
             found["reduce_dtype"] = self.reduce_dtype
+        if self.float8 is not None:
+            found["float8"] = self.float8
         if self.layers:
             found["layers"] = {path: dict(axes) for path, axes in self.layers.items()}
         if self.tables:
@@ -378,6 +385,19 @@ def _reduce_dtype(value: object) -> ReduceDtype | None:
     raise PinError(
         f"pin 'reduce_dtype' is {value!r}; gradients of parameters in narrower dtypes are reduced in "
         f"{' or '.join(map(repr, REDUCE_DTYPES))}, and left out each in its own"
+    )
+
+
+def _float8(value: object) -> Scaling | None:
+    """How products are scaled to float8, if they are."""
+    if value is None:
+        return None
+    for scaling in SCALINGS:
+        if value == scaling:
+            return scaling
+    raise PinError(
+        f"pin 'float8' is {value!r}; linear layers multiply in float8 'tensorwise', with one scale of each operand, or "
+        "'rowwise', with one of each row, and left out in their own dtype"
     )
 
 

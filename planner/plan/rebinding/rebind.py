@@ -188,6 +188,7 @@ def _space(
         plan.discards if said else None,
         pins.compile,
         pins.reduce_dtype,
+        pins.float8,
     )
     ordered = replace(pins, schedule=schedule)
     return blocks, pinned_space(graph, blocks.folded, config.mesh, cluster, ordered, training, config.stages)

@@ -16,6 +16,8 @@ from planner.base.formatting import (
     recomputed,
     sizes_text,
 )
+from planner.formulation.assignment import Assignment
+from planner.formulation.float8 import MULTIPLE, may_scale
 from planner.formulation.resharding import Collective
 from planner.plan.document.detail import OpDetail
 from planner.plan.document.document import Document
@@ -98,6 +100,7 @@ def _head(document: Document) -> str:
     if proof and search.time_limit_s is not None:
         steps += f"; limit {search.time_limit_s:g} s"
     pins = ", ".join(pinned(document))
+    scales = document.pins.float8 is not None
     devices = f"{document.cluster.world_size} x {device.kind} ({document.cluster.backend})"
     rows = [
         *(("" if number else "rebound", in_paragraph(each)) for number, each in enumerate(rebound(document))),
@@ -107,6 +110,7 @@ def _head(document: Document) -> str:
         *(_stages(document) if document.pipeline is not None and document.pipeline.ranks > 1 else []),
         *([("outputs", in_paragraph(outputs(document)))] if document.discards else []),
         *([("compile", in_paragraph(COMPILED))] if document.pins.compile else []),
+        *([("float8", in_paragraph(_in_float8(document.assignment)))] if scales and document.assignment else []),
         *([("offload", in_paragraph(offloads(document)))] if document.transfer_schedules else []),
         *([("tables", in_paragraph(placed(document.tables, document)))] if document.tables is not None else []),
         *([("without", in_paragraph(document.search.left_out))] if document.search.left_out else []),
@@ -128,6 +132,18 @@ def _head(document: Document) -> str:
     told = in_paragraph(f"  {sentence(document)}", "  ")
     notes = [in_paragraph(f"! {note}", "  ") for note in document.notes]
     return "\n".join([f"{title}, on {document.cluster.name}: {devices}", told, *notes, labelled(rows)])
+
+
+def _in_float8(assignment: Assignment) -> str:
+    """How many of the linear layers that may multiply in float8 do."""
+    space = assignment.space
+    linear = [node for node in space.graph.operators if may_scale(space.training, space.decision_graph.blocks, node)]
+    scaled = sum(space.scaling(node, assignment.choice(node)) is not None for node in linear)
+    others = f"; sizes of the others on a rank are no multiples of {MULTIPLE}, or they are streamed"
+    return (
+        f"{scaled} of {len(linear)} linear layers in blocks that repeat multiply in float8, scaled "
+        f"{space.training.float8}{others * (scaled < len(linear))}"
+    )
 
 
 def _stages(document: Document) -> list[tuple[str, str]]:

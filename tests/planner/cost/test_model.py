@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.base.errors import ClusterError
 from planner.cost.cluster import ClusterSpec
-from planner.cost.kernels import Attention, Product, Stream, kernel_of
+from planner.cost.kernels import Attention, Product, Scaling, Stream, kernel_of
 from planner.cost.model import KINDS, CostModel, crossings
 from planner.cost.software import Software
 from planner.formulation.constraints.mesh_candidates import candidate_meshes
@@ -413,6 +413,21 @@ def test_products_in_float8_by_hand() -> None:
     assert cost.compute_s(0.0, 0.0, "float32", kernel=product) == CostModel(
         cluster.model_copy(update={"software": Software()})
     ).compute_s(0.0, 0.0, "float32", kernel=product)
+
+
+def test_products_that_a_plan_scales_by_hand() -> None:
+    """By rows, backward finds all scales anew, and two of the gradient; each takes seven kernels, and a cast one."""
+    device = ClusterSpec.preset("dgx-h100").device.model_copy(update={"multiprocessors": None})
+    cost = CostModel(ClusterSpec.preset("dgx-h100").model_copy(update={"device": device}))
+    flops, memory = 2 * 4096 * 1024 * 2048 / (1979e12 * 0.73), 3.35e12 * 0.85
+    operands, result = 4096 * 2048 + 2048 * 1024, 4096 * 1024
+    kinds: tuple[tuple[Scaling, int, int, int], ...] = (("tensorwise", 3, 8, 11), ("rowwise", 5, 10, 32))
+    for scaling, again, gradient, starts in kinds:
+        product = Product(4096, 1024, 2048, scaling=scaling)
+        assert (product.starts, product.backward.starts) == (1 + 16, 1 + starts)
+        found = [cost.compute_s(0.0, 0.0, "bfloat16", 0, each) for each in (product, product.backward)]
+        backward_s = 2 * flops + (again * operands + gradient * result) / memory
+        assert found == pytest.approx([flops + 5 * operands / memory, backward_s])
 
 
 def test_fused_kernels_cost_their_bytes_and_begin_once() -> None:
