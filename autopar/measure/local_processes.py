@@ -1,5 +1,4 @@
 """A few ranks on this machine over gloo, kept for several calls, for the demo and for tests.
-For the demo and for tests.
 
 Programs of one's own are started by ``torchrun``; this is for a parent that wants its children's results.
 """
@@ -7,6 +6,7 @@ Programs of one's own are started by ``torchrun``; this is for a parent that wan
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import multiprocessing
 import os
@@ -158,6 +158,8 @@ def _serve(rank: int, count: int, pipe: Connection, timeout_s: float) -> None:
             return
         except BaseException as error:
             pipe.send(("error", "".join(traceback.format_exception(error))))
+        gc.collect()  # meshes and modules refer to one another; as long as groups of theirs are, so are their threads
+        gc.freeze()  # what is left stays: the next collection need not walk over it
 
 
 def _call(

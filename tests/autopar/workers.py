@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -1070,6 +1071,20 @@ def raises_on_every_rank() -> None:
     pin = {"tensor": 2, "layers": {"upp": {"tensor": "n"}}}
     with pytest.raises(PinError, match="no module matches 'upp'"):
         autopar.parallelize(model_of("mlp"), cluster_of(2), example_kwargs=batch_of("mlp"), loss_fn=loss_fn, pin=pin)
+
+
+MADE: list[weakref.ref[ParallelModule]] = []
+
+
+def makes_a_module(name: str, document: Mapping[str, Any]) -> None:
+    """And leaves it and its groups in a cycle, as modules and meshes are."""
+    pmodel = parallel(model_of(name), document, batch_of(name))
+    pmodel.me = [pmodel]
+    MADE.append(weakref.ref(pmodel))
+
+
+def finds_it_gone() -> None:
+    assert [made() for made in MADE] == [None]
 
 
 def fails_alone() -> None:

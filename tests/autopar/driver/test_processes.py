@@ -455,6 +455,11 @@ def test_a_rank_that_fails_ends_the_call(pool: LocalProcesses) -> None:
     pool.run(workers.drops_differently_where_sharded)  # and the processes can be used again
 
 
+def test_what_a_call_made_is_gone_in_the_next(pool: LocalProcesses, documents: Documents) -> None:
+    pool.run(workers.makes_a_module, "mlp", documents("mlp", {"data": 2}, 2), ranks=2)
+    pool.run(workers.finds_it_gone, ranks=2)
+
+
 def test_who_waits_for_a_lost_rank_is_told_so(pool: LocalProcesses, tmp_path: Path) -> None:
     document = workers.plan_of("llama", {"micro_batches": 4, "pipeline": 4}, 4)
     with pytest.raises(RankError, match="rank 2: the process ended with exit code 3"):
