@@ -64,6 +64,8 @@ Pin = Mapping[str, Any] | None
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 BATCH, SEQ, VOCAB = 8, 16, 64
+DROPOUT = 0.3
+"""Where a test has any: one rate, so that a model is captured with and without, and no more."""
 
 
 class Mlp(nn.Module):
@@ -630,7 +632,7 @@ def drops_alike_in_stages(name: str, documents: list[Mapping[str, Any]]) -> list
     """The same seed draws the same, however many stages there are."""
     found = []
     for document in documents:
-        pmodel = parallel(model_of(name, dropout=0.3), document, batch_of(name), seed=7)
+        pmodel = parallel(model_of(name, DROPOUT), document, batch_of(name), seed=7)
         found.append([loss_of(pmodel, batch_of(name, seed)).item() for seed in (1, 1)])
         equal_on_all_ranks("the loss", found[-1])
     assert found[0][0] != found[0][1]
@@ -797,7 +799,7 @@ def gives_gradients_away(name: str, document: Mapping[str, Any]) -> None:
 
 def evaluates(name: str, document: Mapping[str, Any]) -> None:
     """Dropout is off and running statistics are used, but not changed, in eval mode; nothing is saved for backward."""
-    model, batch = model_of(name, dropout=0.5), batch_of(name)
+    model, batch = model_of(name, DROPOUT), batch_of(name)
     pmodel = parallel(model, document, batch)
     model.eval()
     pmodel.eval()
@@ -829,7 +831,7 @@ def keeps_running_statistics(name: str, document: Mapping[str, Any]) -> None:
 
 def copies(name: str, document: Mapping[str, Any]) -> None:
     """A deep copy, as moving averages are kept in, has parameters and a mode of its own and runs as the original."""
-    model, batch = model_of(name, dropout=0.5), batch_of(name)
+    model, batch = model_of(name, DROPOUT), batch_of(name)
     pmodel = parallel(model, document, batch)
     average = copy.deepcopy(pmodel)
     average.eval()
@@ -868,7 +870,7 @@ def drops_in_step(name: str, document: Mapping[str, Any]) -> None:
     """Ranks that hold the same values draw the same, so that what is replicated stays equal, bit by bit."""
     runs = []
     for _ in range(2):
-        pmodel = parallel(model_of(name, dropout=0.2), document, batch_of(name), seed=7)
+        pmodel = parallel(model_of(name, DROPOUT), document, batch_of(name), seed=7)
         losses = [loss_of(pmodel, batch_of(name)) for _ in range(2)]
         losses[0].backward()
         found = [loss.item() for loss in losses]
@@ -879,7 +881,7 @@ def drops_in_step(name: str, document: Mapping[str, Any]) -> None:
             equal_on_all_ranks(f"the gradient of {key}", value)
         runs.append((found, gradients))
     assert runs[0] == runs[1]
-    other = parallel(model_of(name, dropout=0.2), document, batch_of(name), seed=8)
+    other = parallel(model_of(name, DROPOUT), document, batch_of(name), seed=8)
     assert loss_of(other, batch_of(name)).item() != runs[0][0][0]
 
 
