@@ -8,9 +8,10 @@ from planner.cost.kernels import Product, Scaling, Shape, kernel_of
 from planner.formulation.block_facts import BlockFacts
 from planner.formulation.training import Training
 from planner.ir.graph import Node
+from planner.ops import OPS
 
-LINEAR, DTYPE, MULTIPLE = "aten.linear.default", "bfloat16", 16
-"""The operator, its dtype, and of what all sizes of a product are multiples, as scaled products want them."""
+DTYPE, MULTIPLE = "bfloat16", 16
+"""The dtype of what is scaled, and of what all sizes of a product are multiples, as scaled products want them."""
 
 
 def may_scale(training: Training, blocks: BlockFacts, node: Node) -> Scaling | None:
@@ -18,7 +19,8 @@ def may_scale(training: Training, blocks: BlockFacts, node: Node) -> Scaling | N
 
     Of blocks that repeat alone: embeddings, heads and losses stay as they are, as other recipes leave them.
     """
-    is_linear = node.op == LINEAR and node.results[0].dtype == DTYPE
+    row = OPS.get(node.op)
+    is_linear = row is not None and row.kernel == "linear" and node.results[0].dtype == DTYPE
     return training.float8 if is_linear and training.float8 is not None and blocks.repeats(node) else None
 
 

@@ -7,7 +7,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.cost.kernels import FLOAT8
 from planner.formulation.block_facts import BlockFacts
 from planner.formulation.constraints.pins import Pins
-from planner.formulation.float8 import DTYPE, LINEAR, MULTIPLE, is_scalable, may_scale
+from planner.formulation.float8 import DTYPE, MULTIPLE, is_scalable, may_scale
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.ir.node import ITEM_BYTES
@@ -60,6 +60,6 @@ def check_float8(pins: Pins, graph: Graph, blocks: BlockFacts, cluster: ClusterS
     if not any(is_scalable(node, [tensor.shape for tensor in graph.input_types(node)]) for node in linear):
         raise PinError(
             f"pin 'float8' is {pins.float8!r}, and the model has no product for it: there are {len(linear)} linear "
-            f"layers ({LINEAR}) in {DTYPE} in blocks that repeat, and none whose numbers of tokens and features are "
+            f"layers in {DTYPE} in blocks that repeat, and none whose numbers of tokens and features are "
             f"multiples of {MULTIPLE}. Convert the model (model.bfloat16()), or leave the pin out"
         )

@@ -187,5 +187,5 @@ def test_where_it_cannot_be_it_is_refused() -> None:
         planned({"float8": "rowwise"}, ClusterSpec.local(RANKS))
     model, args = made()
     for changed, inputs in ((model.float(), [each.float() for each in args]),):
-        with pytest.raises(PinError, match=r"there are 0 linear layers .* in bfloat16 in blocks that repeat"):
+        with pytest.raises(PinError, match=r"there are 0 linear layers in bfloat16 in blocks that repeat"):
             plan_traced(trace(changed, tuple(inputs)), cluster(), Pins.parse({"float8": "rowwise"}), Training())
