@@ -145,6 +145,7 @@ def _serve(rank: int, count: int, pipe: Connection, timeout_s: float) -> None:
     import torch
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+    gc.freeze()  # what was imported stays: collections need not walk over it
     while True:
         try:
             call = pipe.recv()
@@ -159,7 +160,6 @@ def _serve(rank: int, count: int, pipe: Connection, timeout_s: float) -> None:
         except BaseException as error:
             pipe.send(("error", "".join(traceback.format_exception(error))))
         gc.collect()  # meshes and modules refer to one another; as long as groups of theirs are, so are their threads
-        gc.freeze()  # what is left stays: the next collection need not walk over it
 
 
 def _call(

@@ -392,8 +392,8 @@ class ParallelModule(Fronts):
 
     def compare(self, optimizer: torch.optim.Optimizer | None = None) -> Comparison:
         """What the observed steps took on this rank beside what the plan predicts: seconds of every distinct block and
-        of every kind of collective, with standard errors, and bytes by use; and which collectives were on their way
-        while blocks computed, beside which the plan has so, with what of their seconds was hidden.
+        of every kind of collective, with standard errors, and bytes by use. Of the collectives that were
+        on their way while blocks computed, it says which the plan has so, and what of their seconds was hidden.
 
         ``pmodel.compare().save("run.json")`` writes it for ``autopar profile --from run.json``, by which the next plan
         is priced. The peak of memory is observed on GPUs; on CPUs :func:`autopar.verify` counts it.

@@ -337,6 +337,8 @@ def verify(
         found = found.noting("dropout was switched off for the comparison")
     if assignment.space.training.float8 is not None:
         found = found.noting("products that the plan has in float8 were compared in the dtype of the comparison")
+    if assignment.space.training.reduce_dtype is not None:
+        found = found.noting("gradients were reduced in the dtype of the comparison, not in the plan's 'reduce_dtype'")
     apart = assignment.space.mesh.micro_batches if normalizes_by_micro_batch(assignment) else 1
     if apart > 1:
         found = found.noting(

@@ -41,12 +41,13 @@ class ObservedFlight:
 
     Attributes:
         carried_s: seconds in which it was carried, which may be those in which it waited for other ranks.
-        exposed_s: seconds in which this rank waited for it and computed nothing.
+        exposed_s: seconds in which this rank waited for it and computed nothing; ``None`` of both: the trace does not
+            say.
     """
 
     overlap: Overlap
-    carried_s: float
-    exposed_s: float
+    carried_s: float | None
+    exposed_s: float | None
 
 
 def overlaps(assignment: Assignment) -> list[Overlap]:

@@ -27,7 +27,7 @@ from planner.cost.model import CostModel
 from planner.formulation.resharding import PHASES, Collective
 from planner.plan.document.detail import BlockDetail
 from planner.plan.document.document import BlockPlan, Document
-from planner.plan.overlapped import Overlapped, overlapped
+from planner.plan.overlap_comparison import OverlapComparison, compare_overlaps
 from planner.plan.report.summary import exposed_share
 
 FORMAT, VERSION = "autopar-run", 2
@@ -69,7 +69,7 @@ class Compared:
 
     @property
     def off(self) -> float:
-        """ObservedFlight over predicted, less 1."""
+        """Observed over predicted, less 1."""
         return self.observed_s / self.predicted_s - 1 if self.predicted_s else math.inf
 
 
@@ -87,7 +87,7 @@ class Comparison:
     cluster: ClusterSpec
     rows: tuple[Compared, ...]
     memory: Mapping[str, tuple[int, int]]
-    overlapped: tuple[Overlapped, ...] = ()
+    overlapped: tuple[OverlapComparison, ...] = ()
 
     def __str__(self) -> str:
         width = max([24, *(len(row.name) for row in self.rows)])
@@ -144,7 +144,7 @@ class Comparison:
             rows = tuple(Compared(**row) for row in data["rows"])
             memory = {use: (int(a), int(b)) for use, (a, b) in data["memory"].items()}
             overlapped = tuple(
-                Overlapped(**{**row, "differing": tuple(row["differing"])}) for row in data.get("overlapped", ())
+                OverlapComparison(**{**row, "differing": tuple(row["differing"])}) for row in data.get("overlapped", ())
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(
@@ -209,7 +209,7 @@ def compare(
         return Comparison(document.cluster, tuple(rows), sizes)
     names = {number: f"{block.name or '(root)'} ({number})" for block in document.blocks for number in block.at}
     hidden = 1 - exposed_share(document)
-    return Comparison(document.cluster, tuple(rows), sizes, overlapped(planned, observed, names, hidden))
+    return Comparison(document.cluster, tuple(rows), sizes, compare_overlaps(planned, observed, names, hidden))
 
 
 def _predicted_blocks(document: Document) -> dict[tuple[int, str], tuple[float, float]]:

@@ -306,7 +306,8 @@ def _priority(
     """The least is evaluated next: ``first``, then configurations near the best plan's, then by what is expected.
 
     Of pipelines only the ``larger`` go on being first once a plan is known, if they may be faster, one schedule of
-    each: others are expected to take as long, and follow where it gave the best plan and there seems more to gain.
+    each: others are expected to take as long, and follow where it gave the best plan and they may be faster by more
+    than :data:`LIKELY`.
 
     Args:
         likely_s: what is likely of the configurations of which a schedule was solved.

@@ -117,28 +117,37 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
     """The same layouts with the amount of recomputation of the shortest step, as transfer schedules say.
 
     Recomputing and leaving take the same bytes off the device: one takes its seconds, and the other the link's. The
-    search prices the first alone; so a few amounts are tried, from much recomputation to none while steps get shorter.
+    search prices the first alone; so a few amounts are tried, from much recomputation to less while steps get shorter.
     """
     best, usable = found.best, context.usable_bytes
     numbered = zip(best.space.folded.instances, decision_graph.blocks.numbers, strict=True)
     levels = context.levels.of_kinds({instance.kind: kind for instance, (kind, _) in numbered})
     links = links_of(assignment_of(best.space, best.choices), levels)
-    shortest: Searched | None = None
-    for share in (*SHARES, 1.0):
-        if shortest is not None and context.is_late():
+    tried, cuts, last_s = list[tuple[float, Searched]](), {_recomputing(best.staged)}, math.inf
+    for share in SHARES:
+        if context.is_late():
             break
-        other: Searched | None = found
-        if share < 1.0:
-            staged = stage(links, [best.staged.pipeline], int(share * best.evaluation.peak_bytes))
-            other = None if staged is None else _cut_as(found, staged)
-        if other is None or other.working_set().bytes > usable:
+        staged = stage(links, [best.staged.pipeline], int(share * best.evaluation.peak_bytes))
+        if staged is None or _recomputing(staged) in cuts:
+            continue
+        cuts.add(_recomputing(staged))
+        other = _cut_as(found, staged)
+        if other.working_set().bytes > usable:
             continue
         with contextlib.suppress(InfeasibleError):  # the host has no room for what leaves; with less it may
-            step_s = other.planned_step_s
-            if shortest is not None and step_s >= shortest.planned_step_s:
+            tried.append((other.planned_step_s, other))
+            if tried[-1][0] > last_s:
                 break
-            shortest = other
-    return found if shortest is None else shortest.above(found.bound_s)
+            last_s = tried[-1][0]
+    if tried and found.working_set().bytes <= usable:
+        with contextlib.suppress(InfeasibleError):
+            tried.append((found.planned_step_s, found))
+    return min(tried, key=lambda each: each[0])[1].above(found.bound_s) if tried else found
+
+
+def _recomputing(staged: Staged) -> tuple[tuple[int, ...], ...]:
+    """What tells amounts of recomputation apart."""
+    return staged.cut.bounds, staged.cut.savings
 
 
 def _cut_as(found: Searched, staged: Staged) -> Searched:

@@ -3,8 +3,7 @@
 Every price is that of the cost model in closed form: a roofline for every operator, the cheapest algorithm for every
 collective. What that leaves out are the tiles and waves of products and attention on GPUs, the pieces of attention with
 sliding windows, what was measured (a calibration), what other software overlaps, and products in float8. All else, from
-the routes of values to the chain of a pipeline, is
-:class:`planner.formulation.search_space.Space`'s.
+the routes of values to the chain of a pipeline, is :class:`planner.formulation.search_space.Space`'s.
 """
 
 from __future__ import annotations

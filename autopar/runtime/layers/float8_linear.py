@@ -20,7 +20,7 @@ from planner.cost.kernels import Scaling
 FLOAT8 = torch.float8_e4m3fn
 MOST = torch.finfo(FLOAT8).max
 LEAST = 2.0**-100
-"""Magnitudes below are scaled as it is, so that zeros have a scale."""
+"""Smaller magnitudes have the scale of this one, so that zeros have a scale."""
 
 
 def float8_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: Scaling) -> Tensor:

@@ -70,7 +70,10 @@ def overlaps_seen(events: Sequence[Any], on_gpu: bool) -> list[ObservedFlight]:
         if of is None:
             continue
         overlap = Overlap(kind, of.phase, of.block, tuple(span.block for span in beside))
-        carried_us, exposed_us = carried.get(sent.start, (0.0, 0.0))
+        if sent.start not in carried:
+            seen.append(ObservedFlight(overlap, None, None))
+            continue
+        carried_us, exposed_us = carried[sent.start]
         seen.append(ObservedFlight(overlap, carried_us / 1e6, (exposed_us if on_gpu else waited.elapsed_us()) / 1e6))
     return seen
 
@@ -118,7 +121,7 @@ def _carried(events: Sequence[Any], on_gpu: bool) -> dict[float, tuple[float, fl
 
     Collectives are carried in the order in which they are called.
     """
-    kernels = [e for e in events if str(e.device_type).endswith("CUDA")] if on_gpu else events
+    kernels = [e for e in events if _is_kernel(e)] if on_gpu else events
     carriers = [event.time_range for event in kernels if CARRIED[on_gpu].match(event.name)]
     computing = _union([e.time_range for e in kernels if not CARRIED[True].match(e.name)]) if on_gpu else []
     calls = [event.time_range.start for event in events if CALLED.match(event.name)]
@@ -132,6 +135,11 @@ def _carried(events: Sequence[Any], on_gpu: bool) -> dict[float, tuple[float, fl
             hidden = sum(max(0.0, min(carrier.end, end) - max(carrier.start, begin)) for begin, end in computing)
             found[flight.start] = carrier.elapsed_us(), carrier.elapsed_us() - hidden
     return found
+
+
+def _is_kernel(event: Any) -> bool:
+    """Whether it ran on a GPU; annotations stand there, too, each as long as what it is about."""
+    return str(event.device_type).endswith("CUDA") and not event.is_user_annotation
 
 
 def _union(ranges: Sequence[Any]) -> list[tuple[float, float]]:

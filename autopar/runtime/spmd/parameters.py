@@ -87,7 +87,7 @@ class _Rounded:
     """A reduction in a wider dtype, whose result is rounded where it is waited for.
 
     Args:
-        work: what reduces; ``None``: it is reduced.
+        work: what reduces; ``None``: it is reduced already.
         wide: where the result comes.
         narrow: where it is to be.
     """

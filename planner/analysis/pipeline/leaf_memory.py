@@ -105,9 +105,12 @@ class Leaves:
             if name in own:
                 found += self._stored(name, whole[name], is_late=whole[name] > 0 and self._is_late(name, number))
             found += self._when_gathered(name, whole[name])
-        sums = ((ref.node, self._summed(ref, *ways)) for ref, *ways in self._ways(number))
-        found += Parts(at_end=tuple(LeafTensor(name, SUM, "gradients", size) for name, size in sums if size))
-        return found._replace(reduced=self._sent_together(found.gradients))
+        sums = [(ref, size) for ref, *ways in self._ways(number) if (size := self._summed(ref, *ways))]
+        found += Parts(at_end=tuple(LeafTensor(ref.node, SUM, "gradients", size) for ref, size in sums))
+        wider = ((ref.node, size * times) for ref, size in sums if (times := self.space.widening(ref)) > 1)
+        wide = tuple(LeafTensor(name, SENT, "temporary", size) for name, size in wider)
+        sent = max(self._sent_together(found.gradients), wide, key=lambda each: sum(part.bytes for part in each))
+        return found._replace(reduced=sent)
 
     def _sent_together(self, gradients: Iterable[LeafTensor]) -> tuple[LeafTensor, ...]:
         """Of a block's gradients what is most when they are sent: those that it gathers go together, those that are

@@ -16,6 +16,7 @@ from planner.base.errors import InfeasibleError, PinError
 from planner.base.formatting import in_all_bytes, in_count
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.certificate import Decided
+from planner.formulation.constraints.dtypes import check_float8, check_reduce_dtype
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.constraints.zero import pinned_apart
 from planner.formulation.pinned_space import pinned_space
@@ -33,9 +34,9 @@ from planner.plan.rebinding.matching import Blocks, Matching, matched_blocks
 from planner.search.search_context import Progress
 from planner.solve.problem import evaluate
 
-AT_HOME = ("offload", "update", "activations")
-"""Pins that fit every model."""
-SIZELESS = (*AT_HOME, "recompute", "batch_norm", "pipeline", "micro_batches", "schedule", "virtual_stages")
+EVERYWHERE = ("offload", "update", "activations", "compile", "reduce_dtype", "float8")
+"""Pins that fit every mesh."""
+SIZELESS = (*EVERYWHERE, "recompute", "batch_norm", "pipeline", "micro_batches", "schedule", "virtual_stages")
 """Pins that fit whatever sizes of axes there are."""
 REBOUND = "rebound"
 """How a search ended that was not made."""
@@ -141,7 +142,7 @@ def _made(plan: Plan, graph: Graph, cluster: ClusterSpec, configuration: Configu
         PinError: nothing can run on this mesh.
     """
     whole = configuration.pin
-    ways = [whole, *({name: whole[name] for name in whole if name in kept} for kept in (SIZELESS, AT_HOME))]
+    ways = [whole, *({name: whole[name] for name in whole if name in kept} for kept in (SIZELESS, EVERYWHERE))]
     why, dropped = "", dict[str, Any]()
     for number, pin in enumerate(ways):
         dropped = {name: value for name, value in plan.pin.items() if name not in pin}
@@ -191,7 +192,10 @@ def _space(
         pins.float8,
     )
     ordered = replace(pins, schedule=schedule)
-    return blocks, pinned_space(graph, blocks.folded, config.mesh, cluster, ordered, training, config.stages)
+    space = pinned_space(graph, blocks.folded, config.mesh, cluster, ordered, training, config.stages)
+    check_reduce_dtype(pins, graph)
+    check_float8(pins, graph, space.decision_graph.blocks, cluster)
+    return blocks, space
 
 
 # ---- the document ----------------------------------------------------------------------------------------------------

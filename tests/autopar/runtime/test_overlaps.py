@@ -19,7 +19,7 @@ from autopar.runtime.spmd.interface import LeafSpec
 from autopar.runtime.spmd.mesh import device_mesh, part_of
 from autopar.verification.simulator import fake_process_group
 from planner.analysis.overlaps import ObservedFlight, Overlap, overlaps
-from planner.plan.overlapped import overlapped
+from planner.plan.overlap_comparison import compare_overlaps
 from tests.autopar.runtime.test_gather import WIDTH, Residuals, planned
 
 ZERO_3: Mapping[str, Any] = {"data": 2, "zero": 3, "recompute": "full"}
@@ -112,7 +112,7 @@ def test_what_is_not_as_planned_is_named(name: str, fault: type, kind: str, monk
     monkeypatch.setattr(parameters, name, fault)
     expected, step = traced(ZERO_3, Residuals(layers=3))
     assert {each.overlap.beside for each in step if each.overlap.kind == kind} == {()}
-    for row in overlapped(expected, [step], {number: f"block {number}" for number in range(5)}, 0.0):
+    for row in compare_overlaps(expected, [step], {number: f"block {number}" for number in range(5)}, 0.0):
         if row.kind != kind:
             assert (row.planned, row.differing) == (row.observed, ())
         elif (row.kind, row.phase) == ("all_gather", "forward"):

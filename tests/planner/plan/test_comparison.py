@@ -14,7 +14,7 @@ from planner.base.formatting import in_seconds
 from planner.cost.calibration import Calibration
 from planner.cost.model import CostModel
 from planner.plan.comparison import Comparison, compare, recalibrated
-from planner.plan.overlapped import Overlapped
+from planner.plan.overlap_comparison import OverlapComparison
 from planner.plan.plan import Plan
 from tests.planner.plans import WHOLE, plan_of, residual_mlp
 
@@ -56,7 +56,7 @@ def test_rows_by_hand(plan: Plan) -> None:
 
 
 def test_a_record_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
-    gathers = Overlapped("all_gather", "forward", 5, 4, 6, 0.1, 0.025, differing=("of layers.3 (3): ...",))
+    gathers = OverlapComparison("all_gather", "forward", 5, 4, 6, 0.1, 0.025, differing=("of layers.3 (3): ...",))
     assert str(gathers).startswith("all_gather forward: 4 of 6 beside blocks, 5 planned") and gathers.hidden == 0.75
     found = replace(slowed(plan, 2.0), overlapped=(gathers,))
     assert all(text in str(found) for text in str(gathers).splitlines())

@@ -249,9 +249,9 @@ def test_a_model_with_hardly_anything_in_common_is_refused_with_what_both_have()
 
 
 def test_pins_that_do_not_fit_are_dropped_with_the_reason() -> None:
-    plan = planned(data=2, tensor=2, recompute="full")
+    plan = planned(data=2, tensor=2, recompute="full", reduce_dtype="float64")
     found = rebound(plan, residual_mlp(batch=1))
-    assert found.pin == {"recompute": "full"}
+    assert found.pin == {"recompute": "full", "reduce_dtype": "float64"}
     assert [change.what for change in found.changes][:2] == ["pin 'data'", "pin 'tensor'"]
     assert "the batch is 1" in found.changes[0].why
 

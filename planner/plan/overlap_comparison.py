@@ -12,7 +12,7 @@ from planner.base.formatting import in_seconds
 
 
 @dataclass(frozen=True)
-class Overlapped:
+class OverlapComparison:
     """One kind of collective in one direction of a step.
 
     Attributes:
@@ -20,7 +20,8 @@ class Overlapped:
         of: so many there were.
         carried_s: seconds of a step in which they were carried, on average; which may be those in which they waited
             for other ranks.
-        exposed_s: seconds in which this rank waited for them and computed nothing.
+        exposed_s: seconds in which this rank waited for them and computed nothing; ``None`` of both: the trace does not
+            say.
         predicted_hidden: the share that the plan counts as hidden; ``None``: it counts none as such.
         differing: what was not as planned, in words.
     """
@@ -30,32 +31,38 @@ class Overlapped:
     planned: int
     observed: int
     of: int
-    carried_s: float
-    exposed_s: float
+    carried_s: float | None
+    exposed_s: float | None
     predicted_hidden: float | None = None
     differing: tuple[str, ...] = ()
 
     @property
-    def hidden(self) -> float:
-        """The share of the seconds that computing hid."""
+    def hidden(self) -> float | None:
+        """The share of the seconds that computing hid; ``None``: it is not known."""
+        if self.carried_s is None or self.exposed_s is None:
+            return None
         return max(0.0, 1 - self.exposed_s / self.carried_s) if self.carried_s else 0.0
 
     def __str__(self) -> str:
         share = "" if self.predicted_hidden is None else f", {self.predicted_hidden:.0%} predicted"
-        seconds = f"carried {in_seconds(self.carried_s)}, exposed {in_seconds(self.exposed_s)}"
+        seconds = "how long they were carried is not known"
+        if self.carried_s is not None and self.exposed_s is not None:
+            seconds = (
+                f"carried {in_seconds(self.carried_s)}, exposed {in_seconds(self.exposed_s)}: {self.hidden:.0%} hidden"
+            )
         found = (
             f"{self.kind} {self.phase}: {self.observed} of {self.of} beside blocks, {self.planned} planned; "
-            f"{seconds}: {self.hidden:.0%} hidden{share}"
+            f"{seconds}{share}"
         )
         return "\n".join([found, *(f"  {each}" for each in self.differing)])
 
 
-def overlapped(
+def compare_overlaps(
     planned: Sequence[Overlap],
     steps: Sequence[Sequence[ObservedFlight]],
     names: Mapping[int, str],
     reductions_hidden: float,
-) -> tuple[Overlapped, ...]:
+) -> tuple[OverlapComparison, ...]:
     """Each kind of collective that was on its way, in each direction.
 
     Args:
@@ -65,24 +72,32 @@ def overlapped(
         reductions_hidden: the share of gradients' reductions that the plan counts as hidden.
     """
     found = []
-    for kind, phase in dict.fromkeys((each.overlap.kind, each.overlap.phase) for each in steps[-1]):
+    observed = [each.overlap for each in steps[-1]]
+    for kind, phase in dict.fromkeys((each.kind, each.phase) for each in (*observed, *planned)):
         own = [[each for each in step if (each.overlap.kind, each.overlap.phase) == (kind, phase)] for step in steps]
         expected = [each for each in planned if (each.kind, each.phase) == (kind, phase)]
-        last = [each.overlap for each in own[-1]]
+        last = [each for each in observed if (each.kind, each.phase) == (kind, phase)]
         found.append(
-            Overlapped(
+            OverlapComparison(
                 kind,
                 phase,
                 sum(bool(each.beside) for each in expected),
                 sum(bool(each.beside) for each in last),
                 len(last),
-                statistics.fmean(sum(each.carried_s for each in step) for step in own),
-                statistics.fmean(sum(each.exposed_s for each in step) for step in own),
+                _mean_s([[each.carried_s for each in step] for step in own]),
+                _mean_s([[each.exposed_s for each in step] for step in own]),
                 None if kind == "all_gather" else reductions_hidden,
                 tuple(_differing(expected, last, names)),
             )
         )
     return tuple(found)
+
+
+def _mean_s(steps: Sequence[Sequence[float | None]]) -> float | None:
+    """Seconds of a step on average, if they are known of all."""
+    known = [[each for each in step if each is not None] for step in steps]
+    is_known = all(len(found) == len(step) for found, step in zip(known, steps, strict=True))
+    return statistics.fmean(map(sum, known)) if is_known else None
 
 
 def _differing(planned: Sequence[Overlap], observed: Sequence[Overlap], names: Mapping[int, str]) -> list[str]:
