@@ -273,7 +273,8 @@ def _best_first(
             if best is not None and best is not known:
                 context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
             (closed if each.is_done else waiting).append(each)
-            if each.likely_s:
+            # Where a schedule is too slow because it does not fit, another one may.
+            if each.likely_s and not is_reached(each.candidate.bound_s, best):
                 config = each.candidate.config
                 likely_s[config] = min(likely_s.get(config, math.inf), each.expected_s)
     order = {(each.stages, each.mesh): number for number, each in enumerate(configs)}
