@@ -190,18 +190,7 @@ def assign(traced: Traced, plan: Plan) -> Assignment:
     folded = refold(plan, traced.graph, facts)
     check_discards(traced, plan)
     pins, stages = plan.pins, 1 if plan.pipeline is None else plan.pipeline.ranks
-    training = Training(
-        plan.optimizer_bytes_per_element,
-        pins.tier,
-        pins.update,
-        plan.activations,
-        plan.unsharding,
-        plan.discards,
-        pins.compile,
-        pins.reduce_dtype,
-        pins.float8,
-    )
-    space = pinned_space(traced.graph, folded, plan.mesh, plan.cluster, pins, training, stages)
+    space = pinned_space(traced.graph, folded, plan.mesh, plan.cluster, pins, plan.training, stages)
     return restore(plan, space, facts)
 
 

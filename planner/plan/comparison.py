@@ -28,7 +28,6 @@ from planner.formulation.resharding import PHASES, Collective
 from planner.plan.document.detail import BlockDetail
 from planner.plan.document.document import BlockPlan, Document
 from planner.plan.overlap_comparison import OverlapComparison, compare_overlaps
-from planner.plan.report.summary import exposed_share
 
 FORMAT, VERSION = "autopar-run", 2
 TELLING = 0.2
@@ -208,7 +207,7 @@ def compare(
     if not observed:
         return Comparison(document.cluster, tuple(rows), sizes)
     names = {number: f"{block.name or '(root)'} ({number})" for block in document.blocks for number in block.at}
-    hidden = 1 - exposed_share(document)
+    hidden = 1 - document.exposed_share
     return Comparison(document.cluster, tuple(rows), sizes, compare_overlaps(planned, observed, names, hidden))
 
 

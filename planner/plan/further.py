@@ -22,7 +22,6 @@ from planner.formulation.decision_names import filled
 from planner.formulation.pinned_space import pinned_space
 from planner.formulation.search_space import Space
 from planner.formulation.strategies import rules_of
-from planner.formulation.training import Training
 from planner.ir.folding import Folded, fold
 from planner.ir.graph import Graph
 from planner.ir.layout import Mesh, over_micro_batches, parse_layout
@@ -145,19 +144,7 @@ def _space(plan: Plan, folded: Folded, mesh: Mesh, stored: StoredLayouts, pins: 
     """Every decision that the stored layouts and pins leave."""
     stages, schedule = (1, None) if plan.pipeline is None else (plan.pipeline.ranks, plan.pipeline.schedule)
     pins = replace(pins, schedule=schedule)
-    return pinned_space(folded.graph, folded, mesh, plan.cluster, pins, _training(plan), stages, stored)
-
-
-def _training(plan: Plan) -> Training:
-    return Training(
-        plan.optimizer_bytes_per_element,
-        update=plan.pins.update,
-        unsharding=plan.unsharding,
-        discards=plan.discards,
-        compile=plan.pins.compile,
-        reduce_dtype=plan.pins.reduce_dtype,
-        float8=plan.pins.float8,
-    )
+    return pinned_space(folded.graph, folded, mesh, plan.cluster, pins, plan.training, stages, stored)
 
 
 def _in_stages(
@@ -193,7 +180,7 @@ def _searched(
     """The fastest plan found for the other graph."""
     limits = {"time_limit_s": TIME_LIMIT_S, "gap": GAP}
     try:
-        found = search_stored(graph, plan.cluster, mesh, stored, _training(plan), **limits, progress=progress)
+        found = search_stored(graph, plan.cluster, mesh, stored, plan.training, **limits, progress=progress)
     except InfeasibleError as error:
         raise InfeasibleError(
             f"a further program does not fit beside what is stored as planned: {error} Or give these inputs in a "

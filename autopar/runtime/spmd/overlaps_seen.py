@@ -17,6 +17,7 @@ from typing import Any
 
 from torch._C._profiler import _RecordFunctionFast as shown_as
 
+from autopar.runtime.spmd.carried_collectives import CARRIER, carried_collectives
 from autopar.runtime.spmd.flight import LABEL, SENT
 from planner.analysis.overlaps import ObservedFlight, Overlap, Phase
 
@@ -26,9 +27,6 @@ COMMUNICATING = re.compile(r"_(Gather|SumGradients|Complete|LocalParts)(Backward
 """Functions of autograd that hold a collective's own operators."""
 LAST = "_LocalPartsBackward"
 """What runs when backward is over with all blocks."""
-CARRIED = {False: re.compile(r"gloo:(?!recv|send)"), True: re.compile(r"nccl(dev)?kernel_", re.IGNORECASE)}
-"""What carries a collective, on a GPU or not."""
-CALLED = re.compile(r"c10d::(?!send|recv|barrier)")
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def _spans(events: Sequence[Any]) -> list[_Span]:
 
 def _operators(events: Sequence[Any]) -> Iterator[float]:
     """When operators that compute began: those of threads that carry collectives, and of collectives, are others."""
-    carrying = {event.thread for event in events if CARRIED[False].match(event.name)}
+    carrying = {event.thread for event in events if CARRIER[False].match(event.name)}
     until = 0.0
     for event in events:
         if COMMUNICATING.search(event.name) or LABEL.match(event.name):
@@ -117,20 +115,16 @@ def _at(spans: Sequence[_Span], moment: float) -> _Span | None:
 
 
 def _carried(events: Sequence[Any], on_gpu: bool) -> dict[float, tuple[float, float]]:
-    """By the moment at which a flight was sent, for how many microseconds it was carried, and exposed on a GPU.
-
-    Collectives are carried in the order in which they are called.
-    """
-    kernels = [e for e in events if _is_kernel(e)] if on_gpu else events
-    carriers = [event.time_range for event in kernels if CARRIED[on_gpu].match(event.name)]
-    computing = _union([e.time_range for e in kernels if not CARRIED[True].match(e.name)]) if on_gpu else []
-    calls = [event.time_range.start for event in events if CALLED.match(event.name)]
+    """By the moment at which a flight was sent, for how many microseconds it was carried, and exposed on a GPU."""
+    is_computing = (
+        [each for each in events if _is_kernel(each) and not CARRIER[True].match(each.name)] if on_gpu else []
+    )
+    computing = _union([each.time_range for each in is_computing])
     sent = [e.time_range for e in events if (label := LABEL.match(e.name)) and label[3] == SENT]
     found: dict[float, tuple[float, float]] = {}
-    if len(calls) != len(carriers):  # as in a simulation, which carries nothing
-        return found
-    for call, carrier in zip(calls, carriers, strict=True):
-        flight = next((each for each in sent if each.start <= call <= each.end), None)
+    for each in carried_collectives(events, on_gpu):
+        called, carrier = each.called, each.range
+        flight = None if called is None else next((one for one in sent if one.start <= called <= one.end), None)
         if flight is not None:
             hidden = sum(max(0.0, min(carrier.end, end) - max(carrier.start, begin)) for begin, end in computing)
             found[flight.start] = carrier.elapsed_us(), carrier.elapsed_us() - hidden

@@ -7,7 +7,6 @@ waited for. Every second step is left to torch's profiler, which knows collectiv
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,20 +18,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.profiler import ProfilerActivity, profile
 
+from autopar.runtime.spmd.carried_collectives import carried_collectives
 from autopar.runtime.spmd.overlaps_seen import BACKWARD, ENDS, FORWARD, mark, overlaps_seen
 from planner.analysis.overlaps import ObservedFlight
 
-WORDS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "send": "send",
-}
-"""What names of calls (``gloo:all_reduce``) and kernels (``ncclDevKernel_AllReduce_Sum_f32_RING_LL``) begin with."""
-CALL = "c10d::"
-"""With what names of calls begin."""
 Moment = Any
 """Seconds of the host's clock, or an event of the GPU's stream."""
 
@@ -148,33 +137,8 @@ def _between_s(first: Moment, second: Moment) -> float:
 
 
 def _collectives(events: Sequence[Any], on_gpu: bool) -> Mapping[str, float]:
-    """Seconds of all calls of each kind; on a GPU of their kernels.
-
-    Over gloo the call says which kind it is: torch reduces and scatters by an all-reduce. Collectives are carried in
-    the order in which they are called.
-    """
-    start = re.compile(r"nccl(dev)?kernel_(.*)" if on_gpu else r"(gloo):(.*)")
-    carried = [(event, match.group(2)) for event in events if (match := start.match(event.name.lower()))]
-    if not on_gpu:
-        carried = _by_call(events, carried)
+    """Seconds of all calls of each kind; on a GPU of their kernels."""
     found: dict[str, float] = {}
-    for event, name in carried:
-        kind = _kind(name)
-        if kind is not None:
-            found[kind] = found.get(kind, 0.0) + event.time_range.elapsed_us() / 1e6
+    for each in carried_collectives(events, on_gpu):
+        found[each.kind] = found.get(each.kind, 0.0) + each.range.elapsed_us() / 1e6
     return found
-
-
-def _by_call(events: Sequence[Any], carried: Sequence[tuple[Any, str]]) -> list[tuple[Any, str]]:
-    """What was carried, with the names of the calls, if there are as many."""
-    carried = sorted((each for each in carried if _kind(each[1])), key=lambda each: each[0].time_range.start)
-    calls = [event for event in events if event.name.startswith(CALL) and _kind(event.name[len(CALL) :])]
-    calls.sort(key=lambda event: event.time_range.start)
-    if len(calls) != len(carried):
-        return carried
-    return [(event, call.name[len(CALL) :]) for (event, _), call in zip(carried, calls, strict=True)]
-
-
-def _kind(name: str) -> str | None:
-    word = name.replace("_", "")
-    return next((kind for begins, kind in WORDS.items() if word.startswith(begins)), None)

@@ -27,8 +27,7 @@ from planner.analysis.prediction import Prediction
 from planner.base.errors import InfeasibleError
 from planner.base.formatting import in_all_bytes
 from planner.formulation.assignment import Assignment
-from planner.solve.transfers import TransferSchedule, fewest_bytes, shortest_step, simulate
-from planner.solve.transfers.trace import Trace
+from planner.solve.transfers import Trace, TransferSchedule, fewest_bytes, shortest_step, simulate
 
 MORE = "hosts with more memory, or pin 'offload' 'disk'"
 """The way out of hosts that are too small."""

@@ -109,7 +109,7 @@ class Leaves:
         found += Parts(at_end=tuple(LeafTensor(ref.node, SUM, "gradients", size) for ref, size in sums))
         wider = ((ref.node, size * times) for ref, size in sums if (times := self.space.widening(ref)) > 1)
         wide = tuple(LeafTensor(name, SENT, "temporary", size) for name, size in wider)
-        sent = max(self._sent_together(found.gradients), wide, key=lambda each: sum(part.bytes for part in each))
+        sent = max(self._sent_together(found.gradients), wide, key=_bytes_of)
         return found._replace(reduced=sent)
 
     def _sent_together(self, gradients: Iterable[LeafTensor]) -> tuple[LeafTensor, ...]:
@@ -125,11 +125,7 @@ class Leaves:
         ]
         alone = [(part,) for part in sent if self.resharded(part.leaf)]
         together = tuple(part for part in sent if not self.resharded(part.leaf))
-        return (
-            max([together, *alone], key=lambda each: sum(part.bytes for part in each))
-            if self.space.unsharding.once_per_step
-            else ()
-        )
+        return max([together, *alone], key=_bytes_of)
 
     def is_read_elsewhere(self, name: str) -> bool:
         """Whether a leaf is none of a block's own."""
@@ -282,3 +278,7 @@ class Leaves:
 
     def _consumer_layout(self, name: str) -> Layout:
         return self.assignment.consumer_layout(Ref(name))
+
+
+def _bytes_of(parts: Iterable[LeafTensor]) -> int:
+    return sum(part.bytes for part in parts)

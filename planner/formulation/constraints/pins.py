@@ -8,9 +8,9 @@ name, and a filter that keeps, on that axis, the strategies that are meant.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from planner.base.errors import PinError
 from planner.cost.kernels import Scaling
@@ -33,6 +33,7 @@ SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 REDUCE_DTYPES: tuple[ReduceDtype, ...] = get_args(ReduceDtype)
 TIERS: Mapping[Offload, Tier] = {"none": "device", "host": "host", "auto": "either", "disk": "disk"}
 
+Name = TypeVar("Name", bound=str)
 FREE_AXES = ("all", "outer", "middle", "inner")
 """Axes of the meshes that are tried when no size is pinned."""
 
@@ -351,16 +352,11 @@ def _tables(value: object) -> Mapping[str, tuple[str, ...]]:
 
 def _offload(value: object) -> Offload | None:
     """Where model data is at home, if that is pinned."""
-    for name in TIERS:
-        if value == name:
-            return name
-    if value is not None:
-        raise PinError(
-            f"pin 'offload' is {value!r}; parameters, gradients and optimizer state have their home on the device "
-            "('none'), on the host ('host'), there but of as many blocks on the device as makes the step shortest "
-            "('auto'), or in files ('disk')"
-        )
-    return None
+    others = (
+        "parameters, gradients and optimizer state have their home on the device ('none'), on the host ('host'), there "
+        "but of as many blocks on the device as makes the step shortest ('auto'), or in files ('disk')"
+    )
+    return _one_of(tuple(TIERS), "offload", value, others)
 
 
 def _update(value: object) -> Update:
@@ -377,28 +373,27 @@ def _update(value: object) -> Update:
 
 def _reduce_dtype(value: object) -> ReduceDtype | None:
     """In which dtype gradients are reduced, where that is not their own."""
-    if value is None:
-        return None
-    for dtype in REDUCE_DTYPES:
-        if value == dtype:
-            return dtype
-    raise PinError(
-        f"pin 'reduce_dtype' is {value!r}; gradients of parameters in narrower dtypes are reduced in "
-        f"{' or '.join(map(repr, REDUCE_DTYPES))}, and left out each in its own"
-    )
+    others = f"gradients of parameters in narrower dtypes are reduced in {' or '.join(map(repr, REDUCE_DTYPES))}, and"
+    return _one_of(REDUCE_DTYPES, "reduce_dtype", value, f"{others} left out each in its own")
 
 
 def _float8(value: object) -> Scaling | None:
     """How products are scaled to float8, if they are."""
-    if value is None:
-        return None
-    for scaling in SCALINGS:
-        if value == scaling:
-            return scaling
-    raise PinError(
-        f"pin 'float8' is {value!r}; linear layers multiply in float8 'tensorwise', with one scale of each operand, or "
-        "'rowwise', with one of each row, and left out in their own dtype"
+    others = (
+        "linear layers multiply in float8 'tensorwise', with one scale of each operand, or 'rowwise', with one of each "
+        "row, and left out in their own dtype"
     )
+    return _one_of(SCALINGS, "float8", value, others)
+
+
+def _one_of(known: Sequence[Name], pin: str, value: object, others: str) -> Name | None:
+    """A pin's value, which is one of a few names or left out."""
+    for name in known:
+        if value == name:
+            return name
+    if value is not None:
+        raise PinError(f"pin {pin!r} is {value!r}; {others}")
+    return None
 
 
 def _activations(value: object, offload: Offload | None) -> Activations | None:

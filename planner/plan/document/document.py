@@ -219,6 +219,22 @@ class Document:
         return PER_STEP if self.pipeline is None else self.pipeline.unsharding
 
     @property
+    def training(self) -> Training:
+        """What a step of this plan keeps besides the model, and how it reduces and multiplies."""
+        pins = self.pins
+        return Training(
+            self.optimizer_bytes_per_element,
+            pins.tier,
+            pins.update,
+            self.activations,
+            self.unsharding,
+            self.discards,
+            pins.compile,
+            pins.reduce_dtype,
+            pins.float8,
+        )
+
+    @property
     def activations(self) -> Activations:
         """Of how many blocks what they save for backward may leave: as pinned, or all that the transfer schedule
         has.
@@ -257,6 +273,14 @@ class Document:
         waits_s = sum(space.moved_s(*each) + space.update_s(*each) for each in parameters)
         found = self.predicted
         return found.step_time_s - found.time_s["offload"] - found.time_s["optimizer"] + waits_s
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the gradients' reduction that backward does not hide."""
+        moves = [m for block in self.account.blocks for op in block.ops.values() for m in (*op.before, *op.after)]
+        moves += [m for leaf in self.account.leaves.values() for m in leaf.after]
+        total = sum(m.backward_s * m.times for m in moves if m.value in self.parameters)
+        return self.predicted.time_s.get("gradients", 0.0) / total if total else 0.0
 
     @property
     def interval_s(self) -> tuple[float, float] | None:

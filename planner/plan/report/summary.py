@@ -79,7 +79,7 @@ def traffic(calls: Iterable[tuple[Collective, int]]) -> list[Traffic]:
 def blocks(document: Document) -> list[BlockSummary]:
     """The distinct blocks in execution order; without details where the plan holds none."""
     details = document.account.blocks or (BlockDetail(),) * len(document.blocks)
-    exposed, ranks = exposed_share(document), 1 if document.pipeline is None else document.pipeline.ranks
+    exposed, ranks = document.exposed_share, 1 if document.pipeline is None else document.pipeline.ranks
     micro_batches = document.mesh.micro_batches
     found = []
     for plan, detail in zip(document.blocks, details, strict=True):
@@ -95,7 +95,7 @@ def blocks(document: Document) -> list[BlockSummary]:
 
 def shared(document: Document) -> list[SharedLeaf]:
     """Leaves whose resharding belongs to no block, as several read what it gives."""
-    exposed, ranks = exposed_share(document), 1 if document.pipeline is None else document.pipeline.ranks
+    exposed, ranks = document.exposed_share, 1 if document.pipeline is None else document.pipeline.ranks
     layouts, found = {**document.inputs, **document.parameters, **document.buffers}, []
     for name, leaf in document.account.leaves.items():
         calls = tuple((call, move.times) for move in leaf.after for call in move.calls)
@@ -113,15 +113,6 @@ def _moved_s(document: Document, moves: Sequence[Move], exposed: float) -> tuple
     communication = document.mesh.micro_batches * sum((m.forward_s + m.backward_s) * m.times for m in each)
     communication += sum(m.forward_s * m.times for m in once)
     return communication, exposed * sum(m.backward_s * m.times for m in once)
-
-
-def exposed_share(document: Document) -> float:
-    """The share of the gradients' reduction that backward does not hide."""
-    account = document.account
-    moves = [m for block in account.blocks for op in block.ops.values() for m in (*op.before, *op.after)]
-    moves += [m for leaf in account.leaves.values() for m in leaf.after]
-    total = sum(m.backward_s * m.times for m in moves if m.value in document.parameters)
-    return document.predicted.time_s.get("gradients", 0.0) / total if total else 0.0
 
 
 def is_notable(op: OpDetail) -> bool:
