@@ -77,7 +77,7 @@ def test_a_gradient_that_nobody_sums_is_caught_by_its_type(monkeypatch: pytest.M
     ref, assignment, micro_batched = micro_batched_of(
         "gpt2", {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 0}, 4
     )
-    monkeypatch.setattr(ProgramBuilder, "made_replicated", lambda self, values, steps, *_: values)
+    monkeypatch.setattr(ProgramBuilder, "made_replicated", lambda self, refs, values, *_: values)
     with pytest.raises(VerificationError, match=r"use it: on axis 'data' it has type .*I, the plan says .*R"):
         typecheck(ref.traced.captured, assignment, micro_batched)
 
