@@ -135,10 +135,11 @@ def _table(
     if cluster.takes_single:
         parts.append(((cluster.vertex,), singles[cluster.vertex]))
     parts.sort(key=lambda part: len(part[0]))
-    found = _aligned(parts[0][1], parts[0][0], scope)
+    shape = (len(parts[0][1]), *(singles[u].shape[1] for u in scope))
+    found, is_own = _aligned(parts[0][1], parts[0][0], scope), False
     for part, table in parts[1:]:
-        found = found + _aligned(table, part, scope)
-    shape = (len(found), *(singles[u].shape[1] for u in scope))
+        found = np.add(found, _aligned(table, part, scope), out=found if is_own else None)
+        is_own = found.shape == shape
     return found if found.shape == shape else np.broadcast_to(found, shape)
 
 
