@@ -455,8 +455,11 @@ def test_a_rank_that_fails_ends_the_call(pool: LocalProcesses) -> None:
 
 
 def test_what_a_call_made_is_gone_in_the_next(pool: LocalProcesses, documents: Documents) -> None:
-    pool.run(workers.makes_a_module, "mlp", documents("mlp", {"data": 2}, 2), ranks=2)
-    pool.run(workers.finds_it_gone, ranks=2)
+    left = []
+    for pin in ({"data": 2, "zero": 3}, {"tensor": 2}):
+        pool.run(workers.makes_a_module, "mlp", documents("mlp", pin, 2), ranks=2)
+        left.append(pool.run(workers.finds_it_gone, ranks=2))
+    assert left[0] == left[1]
 
 
 def test_who_waits_for_a_lost_rank_is_told_so(pool: LocalProcesses, tmp_path: Path) -> None:
