@@ -274,6 +274,23 @@ class PipelineBounds:
         others_s = math.fsum(self.costs.blocks(place) * float(each) for place, each in worth_s.items())
         return prices.send * send_s - prices.room_s - others_s
 
+    def moving_s(self, byte_s: float, evict_bytes_per_s: float, room_bytes: int) -> float:
+        """Seconds of a step of one stage at least, at a price on what the first forward saves beyond the room.
+
+        What is saved by then is on the device or has left it, during that forward or while the device waits. A second
+        of waiting frees so many bytes; the price must be no more than that is worth.
+
+        Args:
+            byte_s: seconds that a saved byte costs. Of what happens once a step so much is not counted as a second of
+                waiting would be worth, since the host may update meanwhile.
+        """
+        one, micro_batches, waiting = np.ones(1), self.costs.space.mesh.micro_batches, byte_s * evict_bytes_per_s
+        prices = Prices(
+            one * (micro_batches - waiting), one * micro_batches, one * 0.0, one * byte_s, one * 0.0,
+            byte_s * room_bytes, 0.0,
+        )  # fmt: skip
+        return self._under(prices, 0.0, 1.0 - waiting).bound_s
+
     def packed_s(self, micro_batches: int) -> float:
         """Seconds at least of blocks that are each whole on some rank, with what the first and the last rank have too.
 

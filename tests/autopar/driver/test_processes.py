@@ -478,9 +478,16 @@ import faulthandler
 faulthandler.dump_traceback_later(240, exit=True)  # who hangs, at the very end too, fails and says where
 
 import autopar, torch, torch.distributed as dist
-from tests.autopar.workers import batch_of, loss_fn, loss_of, model_of
+from torch import nn
 
-model, batch = model_of("mlp"), batch_of("mlp")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).double()
+batch = {"input": torch.randn(8, 16).double(), "target": torch.randn(8, 8).double()}
+
+def loss_fn(output, batch):
+    return nn.functional.mse_loss(output, batch["target"])
+
+expected = loss_fn(model(batch["input"]), batch)
 cluster = autopar.ClusterSpec.local(4)
 pin = {"data": 2, "tensor": 2, "zero": 3}
 pmodel = autopar.parallelize(model, cluster, example_kwargs=batch, loss_fn=loss_fn, pin=pin)
@@ -488,7 +495,7 @@ loss = pmodel(**pmodel.shard(batch))
 loss.backward()
 torch.nn.utils.clip_grad_norm_(pmodel.parameters(), 1.0)
 torch.optim.AdamW(pmodel.parameters()).step()
-assert abs(loss.item() - loss_of(model, batch).item()) < 1e-10
+assert abs(loss.item() - expected.item()) < 1e-10
 print(f"rank {dist.get_rank()} of {dist.get_world_size()} agrees")
 dist.destroy_process_group()
 """
