@@ -254,3 +254,18 @@ def test_a_schedule_that_holds_less_is_tried_where_faster_ones_do_not_fit() -> N
         assert fits[2] == (fits[0] or fits[1])
         alone += fits[0] and not fits[1]
     assert alone
+
+
+def test_a_proof_splits_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An estimate is of split tables, whose minima do not agree; what is proved is as with whole ones."""
+    space = space_of("chain", cluster(8), 2, 8, data=2, tensor=2)
+    costs, pipeline = StageCosts(space, named(space.folded)), Pipeline("1f1b", 2, 8)
+
+    def bound_s(entries: int, is_proof: bool) -> float:
+        monkeypatch.setattr("planner.search.pipeline_bounds.ENTRIES", entries)
+        bounds = PipelineBounds(costs, 2**20, least_send_s(space), waits=True)
+        return bounds.of(Paths(pipeline), math.inf, is_proof).time_s
+
+    few, many = 4, 10**6
+    assert bound_s(few, is_proof=False) < bound_s(many, is_proof=False) * (1 - 1e-6)
+    assert bound_s(few, is_proof=True) == pytest.approx(bound_s(many, is_proof=True), rel=1e-9)
