@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 
 import pytest
@@ -12,6 +13,11 @@ from hypothesis import HealthCheck, settings
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What is imported is compiled once and kept, even where the shell says not to: a third of the time that each of the
+# processes which tests start spends on its imports.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell's background job ignores interrupts, and so would the tests of them and the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

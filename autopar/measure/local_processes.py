@@ -159,7 +159,17 @@ def _serve(rank: int, count: int, pipe: Connection, timeout_s: float) -> None:
             return
         except BaseException as error:
             pipe.send(("error", "".join(traceback.format_exception(error))))
-        gc.collect()  # meshes and modules refer to one another; as long as groups of theirs are, so are their threads
+        _let_groups_go()
+
+
+def _let_groups_go() -> None:
+    """A group's threads poll as long as it is: modules and meshes are cycles, and DTensor's caches keep meshes."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    gc.collect()
+    for mesh in gc.get_objects():
+        if type(mesh) is DeviceMesh:
+            vars(mesh).get("_pg_registry", {}).clear()
 
 
 def _call(

@@ -42,8 +42,7 @@ class Certificate:
         bound_s: no plan is faster.
         of: what was priced, where that is not a whole step; else empty.
         without: what a step takes beside that, which was simulated and not priced here.
-        least_s: what the search made least, which the bound is of; the objective, but in a step of several stages.
-        step_s: of the whole step as predicted.
+        step_s: of the whole step as predicted, which the bound is of; 0 where the objective is all of it.
     """
 
     objective_s: float
@@ -55,7 +54,6 @@ class Certificate:
     bound_s: float
     of: str = ""
     without: str = ""
-    least_s: float = 0.0
     step_s: float = 0.0
 
     @property
@@ -73,7 +71,7 @@ class Certificate:
         """Whether both ways of counting agree, to rounding, and no bound is broken."""
         rounding = ROUNDING * max(self.objective_s, self.unfolded_s)
         exact = abs(self.difference_s) <= rounding and self.difference_bytes == 0
-        return exact and self.bound_s <= max(self.objective_s, self.least_s) + rounding
+        return exact and self.bound_s <= max(self.objective_s, self.step_s) + rounding
 
     def __str__(self) -> str:
         verdict = "certified" if self.holds else "NOT CERTIFIED"
@@ -105,13 +103,10 @@ def certify(assignment: Assignment, bound_s: float) -> Certificate:
     return Certificate(folded.time_s, folded.peak_bytes, apart.time_s, apart.peak_bytes, decisions, edges, bound_s)
 
 
-def of_part(
-    certificate: Certificate, assignment: Assignment, least_s: float, step_s: float, again: int = 0
-) -> Certificate:
+def of_part(certificate: Certificate, assignment: Assignment, step_s: float, again: int = 0) -> Certificate:
     """A certificate that says what of a micro-batched step, or with model data elsewhere than on the device, it is of.
 
     Args:
-        least_s: what the search made least.
         step_s: of the whole step as predicted.
         again: of how many blocks the cut says that they make something again.
     """
@@ -127,7 +122,7 @@ def of_part(
     if space.training.tier != "device":
         of.append("a step in which nothing stays on the device and nothing moves beside computing")
         without.append("what stays, and what moves beside computing")
-    return replace(certificate, of=", and of ".join(of), without="; ".join(without), least_s=least_s, step_s=step_s)
+    return replace(certificate, of=", and of ".join(of), without="; ".join(without), step_s=step_s)
 
 
 def _price(assignment: Assignment, decision_graph: DecisionGraph, recompute: Recompute) -> tuple[Evaluation, int, int]:

@@ -229,6 +229,8 @@ class LocalCosts:
         tensor = node.results[0]
         if not tensor.grad:
             return 0.0
+        if tier is None and self.training.hides_transfers:
+            return self._least_update_s(node, layout)
         held, state = local_bytes(tensor, layout, self.mesh), self.state_bytes(node, layout)
         if (tier or self.training.tier) == "device":
             if self.cost.cluster.software.optimizer == "foreach":
@@ -238,12 +240,19 @@ class LocalCosts:
         home = self.cost.cluster.home(self.training.on_disk, "float32" if is_wide else tensor.dtype)
         return (2 * held + state) / home.read_bytes_per_s + (held + state) / home.write_bytes_per_s
 
+    def _least_update_s(self, node: Node, layout: Layout) -> float:
+        """The same where it may be that is quickest; none where the host may do so beside backward."""
+        if self.training.update == "backward":
+            return 0.0
+        tiers: tuple[Tier, ...] = ("device", "host") if self.training.tier == "either" else (self.training.tier,)
+        return min(self.update_s(node, layout, tier) for tier in tiers)
+
     def moved_s(self, node: Node, layout: Layout) -> float:
         """Seconds to fetch a parameter for forward and for backward and to evict its gradient, as if nothing of it
         stayed and nothing were computed meanwhile. With micro-batches it comes and goes with each; so does the sum of
         gradients.
         """
-        if self.training.tier == "device":
+        if self.training.tier == "device" or self.training.hides_transfers:
             return 0.0
         tensor, home, micro_batches = (
             node.results[0],

@@ -38,6 +38,8 @@ class Training:
         compile: whether blocks are compiled, and so priced as :mod:`planner.ops.fusion` fuses them.
         float8: whether linear layers of blocks that repeat multiply in float8, and what has a scale of its own
             (:mod:`planner.formulation.float8`).
+        hides_transfers: whether nothing waits for what moves, nor for what the host may do meanwhile: no step does so,
+            but none takes less.
         reduce_dtype: in which gradients of parameters in narrower ones are reduced over ranks; ``None``: in their own.
     """
 
@@ -50,6 +52,7 @@ class Training:
     compile: bool = False
     reduce_dtype: ReduceDtype | None = None
     float8: Scaling | None = None
+    hides_transfers: bool = False
 
     def compiles(self, cluster: ClusterSpec, repeats: bool) -> bool:
         """Whether a block is compiled, by this plan or by the software that runs it.

@@ -134,12 +134,6 @@ class Plan(Document):
         decided = [dict(self.model), decisions(self)]
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
-    @property
-    def objective_s(self) -> float:
-        """As of any document; with micro-batches with transfer schedules what the cut takes without them."""
-        staged = restage(self, self.assignment) if self.transfer_schedules and self.assignment is not None else None
-        return super().objective_s if staged is None else staged.step_s
-
     # ---- views -------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
@@ -682,7 +676,7 @@ def reprice(plan: Plan, assignment: Assignment) -> Plan:
     transfer_schedules, predicted = planned_step(assignment, staged, evaluate(problem, chosen).time_s)
     step_s, search = predicted.step_time_s, plan.search
     if not math.isclose(step_s, plan.predicted.step_time_s, rel_tol=1e-9):
-        bound = plan.objective_s * (1 - search.gap)
+        bound = plan.predicted.step_time_s * (1 - search.gap)
         search = replace(search, status="edited", gap=max(0.0, 1 - bound / step_s))
     found = describe(assignment, plan.model, plan.pin, predicted, search, staged, transfer_schedules)
     return replace(found, rebinding=plan.rebinding, tables=plan.tables, decided=assignment)

@@ -125,16 +125,26 @@ class Searched:
     @property
     def bound_s(self) -> float:
         """No plan that fits is faster."""
-        return self.evaluation.time_s * (1 - self.gap)
+        is_offloaded = self.best.space.training.tier != "device"
+        return (self.planned_step_s if is_offloaded else self.evaluation.time_s) * (1 - self.gap)
 
     def above(self, bound_s: float) -> Searched:
         """The same where what is proved is that no plan is faster than this."""
         gap = 1 - bound_s / self.evaluation.time_s if self.evaluation.time_s else 0.0
         return replace(self, status="feasible", gap=gap) if gap > PROVED else self
 
-    def bounded(self, bound_s: float) -> Searched:
-        """The same where what is proved, by other means too, is that no plan is faster than this."""
-        gap = max(0.0, 1 - bound_s / self.evaluation.time_s) if self.evaluation.time_s else 0.0
+    def of_planned_step(self, bound_s: float) -> Searched:
+        """The same where what is proved is that no plan's step is predicted to take less than this."""
+        return self.bounded(bound_s, self.planned_step_s)
+
+    def bounded(self, bound_s: float, step_s: float | None = None) -> Searched:
+        """The same where what is proved, by other means too, is that no plan is faster than this.
+
+        Args:
+            step_s: what it takes itself; left out: by the search's reckoning.
+        """
+        step_s = self.evaluation.time_s if step_s is None else step_s
+        gap = max(0.0, 1 - bound_s / step_s) if step_s else 0.0
         return replace(self, status="feasible" if gap > PROVED else "optimal", gap=gap if gap > PROVED else 0.0)
 
     def working_set(self) -> WorkingSet:

@@ -21,6 +21,7 @@ from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import OUT_OF_ORDER
 from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound
 from planner.search.fastest_plan import fastest
+from planner.search.offload_bound import least_step_s
 from planner.search.search_context import SearchContext
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -43,13 +44,17 @@ def check_offloads(cluster: ClusterSpec, pins: Pins) -> None:
 
 
 def search_offload(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
-    """The fastest plan with model data elsewhere, whether what blocks save leaves or stays."""
+    """The fastest plan with model data elsewhere, whether what blocks save leaves or stays.
+
+    What is proved is of steps as they are predicted.
+    """
     if context.pins.activations is None:
-        return _staying_or_leaving(context, decision_graph, configs)
-    _check_blocks(context.pins, len(decision_graph.folded.instances))
-    found = _planned(context, decision_graph, configs)
-    _check_leaving(found, context.pins)
-    return found
+        found = _staying_or_leaving(context, decision_graph, configs)
+    else:
+        _check_blocks(context.pins, len(decision_graph.folded.instances))
+        found = _planned(context, decision_graph, configs)
+        _check_leaving(found, context.pins)
+    return found.of_planned_step(least_step_s(context, decision_graph, (*configs.plain, *configs.micro_batched)))
 
 
 def _planned(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
@@ -84,7 +89,7 @@ def _staying_or_leaving(context: SearchContext, decision_graph: DecisionGraph, c
         return stays
     if stays is None or leaves.planned_step_s < stays.planned_step_s:
         return leaves
-    return stays.above(min(stays.bound_s, leaves.bound_s))
+    return stays
 
 
 def _is_short_of_room(context: SearchContext, found: Searched) -> bool:
@@ -100,15 +105,14 @@ def _fitting(context: SearchContext, decision_graph: DecisionGraph, configs: Par
     """The fastest plan the working set of which fits.
 
     To the search model data takes no room; what of it is there with the rest shows when the step is traced. Then it
-    searches again with so much less memory, and only what the first search proved is proved.
+    searches again with so much less memory.
     """
-    usable, bound_s = context.usable_bytes, math.inf
+    usable = context.usable_bytes
     while True:
         found = fastest(context, decision_graph, configs)
-        bound_s = min(bound_s, found.bound_s)
         excess = found.working_set().bytes - usable
         if excess <= 0:
-            return found.above(bound_s)
+            return found
         limit = context.limit_bytes - (1 + (context.limit_bytes - found.evaluation.peak_bytes) // excess) * excess
         context = context.anew(spare_bytes=usable - limit)
 
@@ -142,7 +146,7 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
     if tried and found.working_set().bytes <= usable:
         with contextlib.suppress(InfeasibleError):
             tried.append((found.planned_step_s, found))
-    return min(tried, key=lambda each: each[0])[1].above(found.bound_s) if tried else found
+    return min(tried, key=lambda each: each[0])[1] if tried else found
 
 
 def _recomputing(staged: Staged) -> tuple[tuple[int, ...], ...]:
@@ -183,7 +187,7 @@ def _leaving_room(
         smaller = smaller.followed()
         if smaller.working_set().bytes <= usable and smaller.planned_step_s < best.planned_step_s:
             best = smaller
-    return best.above(found.bound_s)
+    return best
 
 
 def _check_blocks(pins: Pins, blocks: int) -> None:

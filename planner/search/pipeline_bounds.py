@@ -23,7 +23,7 @@ from planner.formulation.stage_boundaries import crossing
 from planner.formulation.stage_costs import StageCosts
 from planner.ir.layout import PIPELINE, Axis
 from planner.solve.choices.tree import Tree
-from planner.solve.choices.under_many import LeastOfEach, assignments_below, least_of_each, least_with_choices
+from planner.solve.choices.under_many import ENTRIES, LeastOfEach, assignments_below, least_of_each, least_with_choices
 from planner.solve.pipeline.master import Master, MasterSolution, Paths, Prices, Variant
 from planner.solve.problem import Floats, Ints
 
@@ -45,6 +45,8 @@ APART = 4e-3
 """Part of a step by which what is known of other prices may be below the least that was found."""
 MIXES = 8
 """So many mixes of what is behind work as if it were, and as if it were not, are tried."""
+ENTRIES_OF_PROOF = 5_000_000
+"""Entries of a table at most where a bound is to be proved, after few choices are left."""
 OVER = 30.0
 """Price of a device's memory beyond what there is, in steps."""
 
@@ -75,6 +77,7 @@ class PipelineBounds:
         self._behind, self._is_multiple = 1.0, False
         self._free_with: list[Floats] = []
         self._tree: Tree | None = None
+        self._entries = ENTRIES
         self._used: list[tuple[int, ...]] = []  # in the pipeline solved last, by which most blocks of the next run, too
         self.free_s, self._free = self._find_free()
 
@@ -179,6 +182,8 @@ class PipelineBounds:
         """The same, with fewer choices from then on."""
         part, ranks = self._part(paths.pipeline.micro_batches), paths.pipeline.ranks
         self._is_multiple = part != 1.0
+        if is_proof:
+            self._entries, self._tree = ENTRIES_OF_PROOF, None
         if self.costs.kept is not None and self.limit_bytes is not None and not self._is_multiple:
             self.costs, self._tree = self.costs.fitting(self.limit_bytes), None
         if self.costs.kept is None:
@@ -269,6 +274,23 @@ class PipelineBounds:
         others_s = math.fsum(self.costs.blocks(place) * float(each) for place, each in worth_s.items())
         return prices.send * send_s - prices.room_s - others_s
 
+    def moving_s(self, byte_s: float, evict_bytes_per_s: float, room_bytes: int) -> float:
+        """Seconds of a step of one stage at least, at a price on what the first forward saves beyond the room.
+
+        What is saved by then is on the device or has left it, during that forward or while the device waits. A second
+        of waiting frees so many bytes; the price must be no more than that is worth.
+
+        Args:
+            byte_s: seconds that a saved byte costs. Of what happens once a step so much is not counted as a second of
+                waiting would be worth, since the host may update meanwhile.
+        """
+        one, micro_batches, waiting = np.ones(1), self.costs.space.mesh.micro_batches, byte_s * evict_bytes_per_s
+        prices = Prices(
+            one * (micro_batches - waiting), one * micro_batches, one * 0.0, one * byte_s, one * 0.0,
+            byte_s * room_bytes, 0.0,
+        )  # fmt: skip
+        return self._under(prices, 0.0, 1.0 - waiting).bound_s
+
     def packed_s(self, micro_batches: int) -> float:
         """Seconds at least of blocks that are each whole on some rank, with what the first and the last rank have too.
 
@@ -313,9 +335,7 @@ class PipelineBounds:
 
     def _least(self, body: Prices, others: Prices, once: float) -> float:
         """What everything costs at least, nothing recomputed and nothing behind work."""
-        singles, pairs = self.costs.under([(0, 0)], body, others, once, 0.0)
-        least = least_of_each(singles, pairs, self._tree)
-        self._tree = least.tree
+        least = self._eliminated(*self.costs.under([(0, 0)], body, others, once, 0.0))
         return float(least.bounds[0])
 
     def _under(
@@ -384,16 +404,19 @@ class PipelineBounds:
             (again[:, None], saved[:, None]),
             of_multiple=self._is_multiple,
         )
-        return self._choices_of(least_of_each(singles, pairs, self._tree).assignment(0))
+        return self._choices_of(self._eliminated(singles, pairs).assignment(0))
 
     def _least_of(
         self, at: list[tuple[int, int]], body: Prices, prices: Prices, once: float
     ) -> tuple[Floats, LeastOfEach]:
         behind, is_multiple = once * self._behind, self._is_multiple
-        singles, pairs = self.costs.under(at, body, prices, once, behind, of_multiple=is_multiple)
-        least = least_of_each(singles, pairs, self._tree)
-        self._tree = least.tree
+        least = self._eliminated(*self.costs.under(at, body, prices, once, behind, of_multiple=is_multiple))
         return least.bounds, least
+
+    def _eliminated(self, singles: list[Floats], pairs: dict[tuple[int, int], Floats]) -> LeastOfEach:
+        least = least_of_each(singles, pairs, self._tree, self._entries)
+        self._tree = least.tree
+        return least
 
 
 @dataclass(frozen=True)

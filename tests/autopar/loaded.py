@@ -19,6 +19,7 @@ from planner.base.errors import InputError
 from planner.cost.cluster import ClusterSpec
 from planner.ir.layout import R
 from planner.plan.plan import Plan
+from tests.autopar.captured_once import captured_once, made
 from tests.autopar.models import BATCH, Batch, FunctionalGPT, text
 from tests.autopar.workers import same, same_state
 
@@ -39,7 +40,7 @@ class Rows(Dataset[Batch]):
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return FunctionalGPT().double()
+    return made(FunctionalGPT().double(), FunctionalGPT)
 
 
 def batch_of(seed: int) -> Batch:
@@ -57,7 +58,8 @@ def samples() -> Rows:
 
 def plan_of(pin: Mapping[str, Any]) -> dict[str, Any]:
     cluster = ClusterSpec.local(4, memory_bytes="4 GiB", cores=4)
-    return autopar.plan(model(), cluster, example_kwargs=batch_of(0), pin=pin).to_dict()
+    with captured_once():
+        return autopar.plan(model(), cluster, example_kwargs=batch_of(0), pin=pin).to_dict()
 
 
 def trains_on_what_it_loads(document: Mapping[str, Any], message: str) -> tuple[list[float], list[int]]:
@@ -71,7 +73,8 @@ def trains_on_what_it_loads(document: Mapping[str, Any], message: str) -> tuple[
         Losses, and the samples that were loaded of the first batch.
     """
     plan, original, dataset = Plan.from_dict(document), model(), samples()
-    pmodel = autopar.parallelize(original, plan.cluster, plan=plan, example_kwargs=batch_of(0))
+    with captured_once():
+        pmodel = autopar.parallelize(original, plan.cluster, plan=plan, example_kwargs=batch_of(0))
     order = DistributedSampler(dataset, 1, 0, shuffle=True, seed=5)
     whole = DataLoader(samples(), BATCH, sampler=order, drop_last=False)
     loader = pmodel.dataloader(dataset, shuffle=True, seed=5, drop_last=False)

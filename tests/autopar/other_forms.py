@@ -18,6 +18,7 @@ import autopar
 from autopar.runtime.module import ParallelModule
 from planner.base.errors import AutoparError, InputError, PlanError, PlanWarning
 from planner.plan.plan import Plan
+from tests.autopar.captured_once import captured_once, made
 from tests.autopar.workers import cluster_of, same, same_gradients, same_own_gradients, same_state
 
 BATCH, SEQ, VOCAB, WIDTH = 8, 12, 24, 16
@@ -66,7 +67,7 @@ class Tiny(nn.Module):
 
 def tiny() -> nn.Module:
     torch.manual_seed(0)
-    return Tiny().double().train()
+    return made(Tiny().double().train(), Tiny)
 
 
 def batch_of(rows: int = BATCH, length: int = SEQ, seed: int = 1, *, labels: bool = True, mask: bool = False) -> Batch:
@@ -82,12 +83,14 @@ def batch_of(rows: int = BATCH, length: int = SEQ, seed: int = 1, *, labels: boo
 
 
 def plan_of(pin: Mapping[str, Any] | None, ranks: int) -> dict[str, Any]:
-    return autopar.plan(tiny(), cluster_of(ranks), example_kwargs=batch_of(), pin=pin).to_dict()
+    with captured_once():
+        return autopar.plan(tiny(), cluster_of(ranks), example_kwargs=batch_of(), pin=pin).to_dict()
 
 
 def parallel(model: nn.Module, document: Mapping[str, Any], batch: Batch, **options: Any) -> ParallelModule:
     plan = Plan.from_dict(document)
-    return autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch, **options)
+    with captured_once():
+        return autopar.parallelize(model, plan.cluster, plan=plan, example_kwargs=batch, **options)
 
 
 def trains_and_evaluates(document: Mapping[str, Any], trained: list[Batch], evaluated: list[Batch]) -> None:
@@ -97,7 +100,7 @@ def trains_and_evaluates(document: Mapping[str, Any], trained: list[Batch], eval
     """
     model = tiny()
     with torch.device("meta"):
-        original = Tiny().double()
+        original = made(Tiny().double(), Tiny)
     pmodel = parallel(original, document, batch_of(), state_dict=model.state_dict())
     original.requires_grad_(False)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, pmodel)]

@@ -13,6 +13,7 @@ import autopar
 from autopar.runtime.module import ParallelModule
 from planner.base.errors import InputError
 from planner.plan.plan import Plan
+from tests.autopar.captured_once import captured_once, made
 from tests.autopar.workers import Batch, batch_of, cluster_of, model_of, same
 
 NAMES = ("logits", "hidden_states.0", "hidden_states.1", "hidden_states.2")
@@ -22,7 +23,7 @@ def speaker() -> torch.nn.Module:
     """A model of Transformers that returns more than its loss."""
     model = model_of("gpt2")
     model.config.output_hidden_states = True
-    return model
+    return made(model, "speaker")
 
 
 def batch(seed: int = 1) -> Batch:
@@ -45,7 +46,8 @@ def trains(ranks: int, given: dict[str, Any], kept: tuple[str, ...]) -> set[str]
     if "plan" in given:
         given["plan"] = Plan.from_dict(given["plan"])
     model = speaker()
-    pmodel = autopar.parallelize(copy.deepcopy(model), cluster_of(ranks), example_kwargs=batch(), **given)
+    with captured_once():
+        pmodel = autopar.parallelize(copy.deepcopy(model), cluster_of(ranks), example_kwargs=batch(), **given)
     _evaluates(pmodel, model)
     for seed in (1, 2):
         for each in (pmodel, model):

@@ -24,7 +24,6 @@ from planner.formulation.constraints.mesh_candidates import MAX_AXES
 from planner.formulation.constraints.pins import Offload, Pins
 from planner.formulation.training import Activations, Training
 from planner.formulation.unsharding import PER_STEP, Unsharding
-from planner.ir.graph import Ref
 from planner.ir.layout import Mesh
 from planner.plan.document.account import account
 from planner.plan.document.block_seconds import BlockOccurrence, block_seconds, micro_batch_seconds
@@ -255,24 +254,12 @@ class Document:
         """
         if self.assignment is None:
             raise PlanError(WITHOUT_GRAPH)
-        found = certify(self.assignment, self.objective_s * (1 - self.search.gap))
+        step_s = self.predicted.step_time_s
+        found = certify(self.assignment, step_s * (1 - self.search.gap))
         if self.pipeline is None and not self.transfer_schedules:
             return found
         again = 0 if self.pipeline is None else sum(map(len, self.pipeline.recompute.values()))
-        return of_part(found, self.assignment, self.objective_s, self.predicted.step_time_s, again)
-
-    @property
-    def objective_s(self) -> float:
-        """What the search made least: the predicted step; with a transfer schedule, one in which nothing stays, and
-        moving and updating overlap with nothing, see :meth:`planner.formulation.search_space.Space.moved_s`.
-        """
-        if not self.transfer_schedules or self.assignment is None:
-            return self.predicted.step_time_s
-        space, stored = self.assignment.space, self.assignment.produced
-        parameters = [(leaf, stored(Ref(leaf.name))) for leaf in space.graph.leaves if leaf.op == "param"]
-        waits_s = sum(space.moved_s(*each) + space.update_s(*each) for each in parameters)
-        found = self.predicted
-        return found.step_time_s - found.time_s["offload"] - found.time_s["optimizer"] + waits_s
+        return of_part(found, self.assignment, step_s, again)
 
     @property
     def exposed_share(self) -> float:

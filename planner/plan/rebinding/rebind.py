@@ -91,7 +91,7 @@ def rebind(
         progress(f"rebound to {made.configuration.config}")
     rebound = _described(plan, model, made, {**(seconds or {}), "rebind": time.monotonic() - start})
     fresh = _bound(plan, made, time_limit_s, progress)
-    least_s = rebound.objective_s
+    least_s = rebound.predicted.step_time_s
     gap = max(0.0, 1 - fresh.seconds / least_s) if least_s else 0.0
     search = replace(
         rebound.search,

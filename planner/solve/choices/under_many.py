@@ -18,7 +18,7 @@ from planner.solve.choices.tree import Scope, Tree, build_tree_of
 from planner.solve.problem import Floats, Ints
 
 ENTRIES = 200_000
-"""Entries of a table at most; a larger one is split, which leaves a lower bound."""
+"""Entries of a table at most, unless it is said; a larger one is split, which leaves a lower bound."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,10 @@ class LeastOfEach:
 
 
 def least_of_each(
-    singles: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats], tree: Tree | None = None
+    singles: Sequence[Floats],
+    pairs: Mapping[tuple[int, int], Floats],
+    tree: Tree | None = None,
+    entries: int = ENTRIES,
 ) -> LeastOfEach:
     """Minimise the sum of single and pairwise costs under each of several weights.
 
@@ -56,9 +59,10 @@ def least_of_each(
         singles: of every vertex ``(weights, choices)``; infinite where a choice is forbidden.
         pairs: of pairs of vertices, the smaller number first, ``(weights, choices, choices)``.
         tree: that of a problem of the same shape.
+        entries: of a table at most, where there is no tree.
     """
     sizes = [single.shape[1] for single in singles]
-    tree = tree or build_tree_of(sizes, pairs, ENTRIES)
+    tree = tree or build_tree_of(sizes, pairs, entries)
     tables: list[Floats] = []
     messages: list[Floats] = []
     for group in tree.by_vertex():
@@ -135,10 +139,11 @@ def _table(
     if cluster.takes_single:
         parts.append(((cluster.vertex,), singles[cluster.vertex]))
     parts.sort(key=lambda part: len(part[0]))
-    found = _aligned(parts[0][1], parts[0][0], scope)
+    shape = (len(parts[0][1]), *(singles[u].shape[1] for u in scope))
+    found, is_own = _aligned(parts[0][1], parts[0][0], scope), False
     for part, table in parts[1:]:
-        found = found + _aligned(table, part, scope)
-    shape = (len(found), *(singles[u].shape[1] for u in scope))
+        found = np.add(found, _aligned(table, part, scope), out=found if is_own else None)
+        is_own = found.shape == shape
     return found if found.shape == shape else np.broadcast_to(found, shape)
 
 

@@ -9,7 +9,8 @@ fit. A weighted sum is minimised exactly, stage by stage, and block by block whe
 2. *Tree.* Cuts are built from the first stage on, the most promising first; what cannot beat the best cut is left out
    by the same sums over the rest of the chain. An exhausted tree is a proof.
 
-Equal blocks need no attention of their own: sums over a chain of a hundred blocks are as fast as arrays can be added.
+Sums over a chain of a hundred blocks are as fast as arrays can be added. Of a much longer one equal blocks are bundled
+first; the cut between bundles is then bettered block by block.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,17 @@ from planner.base.errors import InfeasibleError
 from planner.base.formatting import in_bytes
 from planner.solve.pipeline.schedule import InFlight, placed
 from planner.solve.pipeline.simulate import Path, Times, critical
-from planner.solve.pipeline.stages import Chain, ChainBlock, Cut, Pipeline, blocks_of, bound_s, check_chain, evaluate
+from planner.solve.pipeline.stages import (
+    Chain,
+    ChainBlock,
+    Cut,
+    Pipeline,
+    RematOption,
+    blocks_of,
+    bound_s,
+    check_chain,
+    evaluate,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -47,13 +58,15 @@ PRICE = 4.0
 BEYOND = 0.1
 """Part of a step by which a cut may be slower than is wanted that others are made of by moving blocks."""
 OFFER = 4
-"""Nodes of the tree that looking at a cut counts as."""
+"""Nodes of the tree that looking at a cut counts as, of :data:`MOST_BLOCKS` at most."""
 MOVE = 0.02
 """Nodes of the tree that looking for a block to move counts as."""
 PATHS = 60
 """Paths by which cuts are refused before they are simulated: the last ones."""
 FRONT = 400
 """Ways for a stage to save that are kept at most; with more, the tree proves nothing."""
+MOST_BLOCKS = 256
+"""Longer chains are cut between bundles of equal blocks first, in about so many."""
 EFFORT = 3500
 """Work for moving blocks, and as much again for planes; the tree has what is left, or a quarter.
 
@@ -78,12 +91,19 @@ def cut(
         working_bytes: what the backward of each stage has beside what is held and saved; left out: nothing.
     """
     check_chain(pipeline, chain)
-    work = _Work(pipeline, chain, limit_bytes, effort, working_bytes or (0,) * pipeline.stages)
+    working_bytes = working_bytes or (0,) * pipeline.stages
+    bundles = _bundles(chain, pipeline.stages)
+    work = _Work(pipeline, [(bundle.as_one, 1) for bundle in bundles], limit_bytes, effort, working_bytes)
     found = _Found(cutoff_s)
     planes = _planes(work, found)
     bound = max(planes.bound_s, bound_s(pipeline, chain))
     if bound < found.step_s * (1 - TIE):
         bound = max(bound, _tree(work, planes, found))
+    if len(bundles) < sum(count for _, count in chain):  # other cuts are between blocks of a bundle
+        bound = bound_s(pipeline, chain)
+        if found.cut is not None:
+            work = _Work(pipeline, chain, limit_bytes, effort, working_bytes)
+            found = _unbundled(work, bundles, found.cut, cutoff_s)
     if found.cut is None or found.best_s >= cutoff_s:
         if cutoff_s < math.inf and bound < math.inf:
             return None
@@ -94,6 +114,48 @@ def cut(
 
 TIE = 1e-9
 """Part of a step by which two cuts may differ and count as equal."""
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """Equal blocks in a row that are moved and save together."""
+
+    block: ChainBlock
+    count: int
+
+    @property
+    def as_one(self) -> ChainBlock:
+        """All of them as one block; only the last one's result is sent."""
+        b, count = self.block, self.count
+        return replace(
+            b,
+            forward_s=b.forward_s * count,
+            input_s=b.input_s * count,
+            weight_s=b.weight_s * count,
+            held_bytes=b.held_bytes * count,
+            gradient_bytes=b.gradient_bytes * count,
+            savings=tuple(RematOption(each.recompute_s * count, each.saved_bytes * count) for each in b.savings),
+        )
+
+
+def _bundles(chain: Chain, stages: int) -> list[_Bundle]:
+    """A chain in bundles: of single blocks, unless there are very many; at least one for each stage."""
+    size = max(1, sum(count for _, count in chain) // max(MOST_BLOCKS, stages))
+    wholes = ((block, count // size, count % size) for block, count in chain)
+    return [_Bundle(block, each) for block, whole, rest in wholes for each in [size] * whole + [rest] * (rest > 0)]
+
+
+def _unbundled(
+    work: _Work, bundles: Sequence[_Bundle], cut: tuple[tuple[int, ...], tuple[int, ...]], cutoff_s: float
+) -> _Found:
+    """A cut between bundles as one between blocks, bettered by moving single ones."""
+    found, starts = _Found(cutoff_s), [0, *accumulate(bundle.count for bundle in bundles)]
+    bounds = tuple(starts[each] for each in cut[0])
+    savings = tuple(way for bundle, way in zip(bundles, cut[1], strict=True) for _ in range(bundle.count))
+    found.offer(work, bounds, savings)
+    _offer_around(work, found, bounds, None)
+    _improve(work, found)
+    return found
 
 
 class _Work:
@@ -137,7 +199,6 @@ class _Work:
         self._before = np.concatenate([np.zeros((2, 1)), np.cumsum(self.held, axis=1)], axis=1)
         self.alone = pipeline.virtual_stages == 1
         self.priced = 0 if self.alone else len(fullest)  # rows: other moments only say whether a cut fits
-        self._fronts: dict[tuple[int, ...], _Front] = {(): _Front(np.zeros(1), np.zeros(1))}
         self._intervals: dict[tuple[int, int], _Front] = {}
         self._shared: dict[tuple[int, ...], tuple[int, ...] | None] = {}
         self.moments = [
@@ -152,6 +213,11 @@ class _Work:
         self.thinned = False
         kinds: dict[ChainBlock, int] = {}
         self.kinds = [kinds.setdefault(b, len(kinds)) for b in self.blocks]
+        self._savings = [block.savings for block in kinds]
+        self._counts = np.zeros((self.size + 1, len(kinds)), dtype=np.int64)  # of each kind before a place
+        self._counts[np.arange(1, self.size + 1), self.kinds] = 1
+        self._counts = self._counts.cumsum(axis=0)
+        self._fronts = {(0,) * len(kinds): _Front(np.zeros(1), np.zeros(1))}
 
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
@@ -164,17 +230,33 @@ class _Work:
             fits &= self.least_excess <= 0.0
         return fits
 
+    def allows(self, bounds: Ints) -> bool:
+        """Whether every stage of a cut has blocks, and may have them as far as it alone can tell."""
+        i, j = bounds[:-1], bounds[1:]
+        if not (i < j).all():
+            return False
+        excess = (self._excess(full, i[at], j[at]) for at, full in enumerate(self._full))
+        return self.limit is None or all(float(each) <= 0.0 for each in excess)
+
     @cached_property
     def least_excess(self) -> Floats:
         """[stage, i, j]: bytes over the limit of the stage with the blocks i to j - 1 at the least, at its fullest."""
-        (held, gradients), saved = self._before, np.append(0.0, np.cumsum(self.saved.min(axis=1)))
-        always, added, each = (sums[None, :] - sums[:, None] for sums in (held, gradients, saved))
-        return np.stack(
-            [
-                np.max([always + is_added * added + count * each - limit for count, is_added, limit in full], axis=0)
-                for full in self._full
-            ]
-        )
+        i, j = np.arange(self.size + 1)[:, None], np.arange(self.size + 1)[None, :]
+        return np.stack([self._excess(full, i, j) for full in self._full])
+
+    def _excess(self, full: list[tuple[float, float, float]], i: Ints, j: Ints) -> Floats:
+        """The same of one stage, by what it holds at each of its fullest moments."""
+        (held, gradients), saved = self._before, self._least_saved
+        always, added, each = (sums[j] - sums[i] for sums in (held, gradients, saved))
+        most = np.full(np.broadcast_shapes(i.shape, j.shape), -math.inf)
+        for in_flight, is_added, limit in full:
+            np.maximum(most, always + is_added * added + in_flight * each - limit, out=most)
+        return most
+
+    @cached_property
+    def _least_saved(self) -> Floats:
+        """What all blocks before a place save at the least."""
+        return np.append(0.0, np.cumsum(self.saved.min(axis=1)))
 
     def totals(self, bounds: tuple[int, ...], savings: tuple[int, ...]) -> tuple[Times, Floats, Floats]:
         """Times, held bytes (always, and of gradients) and saved bytes of a cut's stages."""
@@ -192,19 +274,25 @@ class _Work:
     def front(self, i: int, j: int) -> _Front:
         """The ways in which the blocks i to j - 1 may save together, none of them worse than another in both."""
         if (i, j) not in self._intervals:
-            self._intervals[i, j] = self._front(tuple(sorted(self.kinds[i:j])))
+            self._intervals[i, j] = self._front(tuple((self._counts[j] - self._counts[i]).tolist()))
         return self._intervals[i, j]
 
-    def _front(self, kinds: tuple[int, ...]) -> _Front:
-        known = next(size for size in range(len(kinds), -1, -1) if kinds[:size] in self._fronts)
-        front = self._fronts[kinds[:known]]
-        for size in range(known, len(kinds)):
-            front = self._fronts[kinds[: size + 1]] = self._with_block(front, kinds[size])
+    def _front(self, counts: tuple[int, ...]) -> _Front:
+        """That of so many blocks of each kind."""
+        missing = list[int]()
+        while counts not in self._fronts:
+            kind = max(kind for kind, count in enumerate(counts) if count)
+            missing.append(kind)
+            counts = (*counts[:kind], counts[kind] - 1, *counts[kind + 1 :])
+        front = self._fronts[counts]
+        for kind in reversed(missing):
+            counts = (*counts[:kind], counts[kind] + 1, *counts[kind + 1 :])
+            front = self._fronts[counts] = self._with_block(front, kind)
         return front
 
     def _with_block(self, front: _Front, kind: int) -> _Front:
         """A front of one block more."""
-        savings = self.blocks[self.kinds.index(kind)].savings
+        savings = self._savings[kind]
         seconds = np.add.outer(front.seconds, [each.recompute_s for each in savings]).reshape(-1)
         saved = np.add.outer(front.saved, [float(each.saved_bytes) for each in savings]).reshape(-1)
         order = np.lexsort((saved, seconds))
@@ -353,7 +441,7 @@ class _Found:
     def offer(self, work: _Work, bounds: tuple[int, ...], savings: tuple[int, ...]) -> None:
         """Take a cut that fits and is better. Simulated is only what no known path proves slower."""
         times, held, saved = work.totals(bounds, savings)
-        self.spent += OFFER
+        self.spent += OFFER * max(1.0, work.size / MOST_BLOCKS)
         over = float(work.over(held, saved).max(initial=-math.inf))
         if over > 0:
             if over < self.least_excess:
@@ -641,9 +729,9 @@ def _improve(work: _Work, found: _Found) -> None:
             found.spent += MOVE
             if found.spent > until:
                 return
-            shifted = np.array(bounds)
+            shifted = np.array(bounds, dtype=np.int64)
             shifted[min(giver, taker) + 1 : max(giver, taker) + 1] += 1 if giver > taker else -1
-            if work.allowed[stages, shifted[:-1], shifted[1:]].all():
+            if work.allows(shifted):
                 best = found.best_s
                 _offer_around(work, found, tuple(shifted.tolist()), None)
                 if found.best_s < best:

@@ -205,7 +205,7 @@ def _steady(name: str, ranks: int, micro_batches: int, virtual_stages: int, time
     each = period(name, ranks, micro_batches, virtual_stages)
     if each is None:
         return None
-    short = 4 * ranks * min(virtual_stages, 2)
+    short = (4 if virtual_stages == 1 else 6) * ranks
     while short < micro_batches:
         found = schedule(name, ranks, short, virtual_stages)
         ends = _ends(found, times)

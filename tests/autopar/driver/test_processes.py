@@ -455,8 +455,11 @@ def test_a_rank_that_fails_ends_the_call(pool: LocalProcesses) -> None:
 
 
 def test_what_a_call_made_is_gone_in_the_next(pool: LocalProcesses, documents: Documents) -> None:
-    pool.run(workers.makes_a_module, "mlp", documents("mlp", {"data": 2}, 2), ranks=2)
-    pool.run(workers.finds_it_gone, ranks=2)
+    left = []
+    for pin in ({"data": 2, "zero": 3}, {"tensor": 2}):
+        pool.run(workers.makes_a_module, "mlp", documents("mlp", pin, 2), ranks=2)
+        left.append(pool.run(workers.finds_it_gone, ranks=2))
+    assert left[0] == left[1]
 
 
 def test_who_waits_for_a_lost_rank_is_told_so(pool: LocalProcesses, tmp_path: Path) -> None:
@@ -475,9 +478,16 @@ import faulthandler
 faulthandler.dump_traceback_later(240, exit=True)  # who hangs, at the very end too, fails and says where
 
 import autopar, torch, torch.distributed as dist
-from tests.autopar.workers import batch_of, loss_fn, loss_of, model_of
+from torch import nn
 
-model, batch = model_of("mlp"), batch_of("mlp")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).double()
+batch = {"input": torch.randn(8, 16).double(), "target": torch.randn(8, 8).double()}
+
+def loss_fn(output, batch):
+    return nn.functional.mse_loss(output, batch["target"])
+
+expected = loss_fn(model(batch["input"]), batch)
 cluster = autopar.ClusterSpec.local(4)
 pin = {"data": 2, "tensor": 2, "zero": 3}
 pmodel = autopar.parallelize(model, cluster, example_kwargs=batch, loss_fn=loss_fn, pin=pin)
@@ -485,7 +495,7 @@ loss = pmodel(**pmodel.shard(batch))
 loss.backward()
 torch.nn.utils.clip_grad_norm_(pmodel.parameters(), 1.0)
 torch.optim.AdamW(pmodel.parameters()).step()
-assert abs(loss.item() - loss_of(model, batch).item()) < 1e-10
+assert abs(loss.item() - expected.item()) < 1e-10
 print(f"rank {dist.get_rank()} of {dist.get_world_size()} agrees")
 dist.destroy_process_group()
 """

@@ -190,6 +190,7 @@ def test_no_pipeline_beats_its_relaxation(
         levels = named(space.folded, LEVELS if level is None else (level,))
         if level is None:
             levels = with_levels_between(levels, space.decision_graph, space.cost)
+        costs, *of_fewer = (StageCosts(each, levels) for each in (space, *fewer))
         for choices, assignment in assignments(space, rng, 3):
             links = links_of(assignment, levels)
             free = stage(links, pipelines_of(stages, micro_batches, len(links), names), None)
@@ -199,13 +200,12 @@ def test_no_pipeline_beats_its_relaxation(
                 if found is not None:
                     seen += 1
                     known, waits = paths.setdefault(found.pipeline, Paths(found.pipeline)), names[0] == "1f1b"
-                    for each in (space, *fewer):
-                        bounds = PipelineBounds(StageCosts(each, levels), limit_bytes, least_send_s(each), waits)
+                    for each in (costs, *of_fewer):
+                        bounds = PipelineBounds(each, limit_bytes, least_send_s(each.space), waits)
                         assert max(bounds.free_s, bounds.packed_s(micro_batches)) <= found.step_s * (1 + 1e-9)
                         enough_s = rng.choice((math.inf, found.step_s * rng.uniform(1.0, 1.2)))
                         relaxed = bounds.of(known, enough_s, is_proof=rng.random() < 0.8)
                         assert bounds.free_s * (1 - 1e-9) <= relaxed.time_s <= found.step_s * (1 + 1e-9)
-                    costs = StageCosts(space, levels)
                     others = [kept != choice for kept, choice in zip(costs.kept or (), choices, strict=True)]
                     alone = PipelineBounds(costs.without(others), found.peak_bytes, least_send_s(space), waits)
                     assert alone.of(known, math.inf).time_s <= found.step_s * (1 + 1e-9)

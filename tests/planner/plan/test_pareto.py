@@ -56,7 +56,7 @@ def test_a_point_is_saved_and_says_within_which_memory_it_is_the_best(tmp_path: 
 
 def test_the_proof_of_a_point_is_that_of_its_plan() -> None:
     for point in curve().points:
-        assert point.bound_s == pytest.approx(point.plan.objective_s * (1 - point.plan.search.gap))
+        assert point.bound_s == pytest.approx(point.plan.predicted.step_time_s * (1 - point.plan.search.gap))
         assert (point.plan.search.status == "optimal") == (point.gap < 1e-6)
 
 

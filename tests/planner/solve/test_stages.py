@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from planner.base.errors import InfeasibleError, ScheduleError
+from planner.solve.pipeline import partition
 from planner.solve.pipeline.partition import cut
 from planner.solve.pipeline.schedule import NAMES, VIRTUAL_STAGES, schedule
 from planner.solve.pipeline.simulate import simulate
@@ -221,3 +222,20 @@ def test_what_does_not_fit_is_said_by_how_much() -> None:
 def test_wrong_input_is_refused(pipeline: Pipeline, chain: Chain, words: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(words)):
         cut(pipeline, chain)
+
+
+@pytest.mark.parametrize("limit", [None, 700])
+def test_very_many_blocks_are_cut_as_well_between_bundles(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kinds of block in turn and one of its own at each end, so that the best cut is between blocks of a bundle."""
+    savings = (RematOption(0.0, 7), RematOption(0.9, 1))
+    wide = ChainBlock("wide", 1.0, 1.0, 1.0, 2, savings, 0.01, 1)
+    narrow = ChainBlock("narrow", 0.6, 0.6, 0.6, 1, savings[:1], 0.01, 1)
+    chain = [(narrow, 1), *[(wide, 37), (narrow, 29)] * 2, (wide, 1)]
+    pipeline = Pipeline("1f1b", 3, 6)
+    one_by_one = cut(pipeline, chain, limit)
+    monkeypatch.setattr(partition, "MOST_BLOCKS", 24)
+    bundled = cut(pipeline, chain, limit)
+    assert one_by_one is not None and bundled is not None
+    assert (limit is None) or (any(one_by_one.savings) and max(bundled.rank_bytes) <= limit)
+    assert bundled.bound_s <= one_by_one.step_s * (1 + 1e-9)
+    assert bundled.step_s <= one_by_one.step_s * 1.005
