@@ -402,7 +402,7 @@ def observed_steps() -> None:
     """Intervals of predictions that observed steps correct, beside what was held out."""
     facts = record.circumstances()
     cluster = measured_cluster(profile(observed.RANKS))
-    rows = observed.held_out(observed.observe(cluster))
+    rows = observed.held_out(observed.observe(cluster)[0])
     notes = (
         f"GPTs written by hand, of {len(observed.SHAPES)} shapes (layers x width), train on {observed.RANKS} local "
         f"gloo processes, {observed.STEPS} steps each, every second one under torch's profiler; the machine was "

@@ -33,7 +33,14 @@ SHAPES = (
     replace(SMALL, batch=16),
     replace(SMALL, hidden=512, heads=4, batch=2),
 )
-PINS: tuple[Mapping[str, int], ...] = ({"data": RANKS, "zero": 3}, {"tensor": RANKS})
+Pin = Mapping[str, int | str]
+PINS: tuple[Pin, ...] = ({"data": RANKS, "zero": 3}, {"tensor": RANKS})
+MICRO_BATCHED: tuple[Pin, ...] = (
+    {"data": RANKS, "zero": 3, "micro_batches": 2, "recompute": "full"},
+    {"pipeline": RANKS, "micro_batches": 4, "schedule": "1f1b"},
+    {"pipeline": RANKS, "micro_batches": 4, "schedule": "zero_bubble", "virtual_stages": 1},
+)
+"""Of which none is held out: what they say of blocks and collectives is what others do."""
 
 
 @dataclass(frozen=True)
@@ -46,31 +53,33 @@ class HeldOut:
     """
 
     shape: Shape
-    pin: Mapping[str, int]
+    pin: Pin
     before: float
     after: float
     inside: int
     count: int
 
 
-def observe(cluster: ClusterSpec, shapes: Sequence[Shape] = SHAPES, steps: int = STEPS) -> list[list[Comparison]]:
-    """The observed steps of every shape, under every plan, on the first rank."""
+def observe(
+    cluster: ClusterSpec, shapes: Sequence[Shape] = SHAPES, steps: int = STEPS, pins: Sequence[Pin] = PINS
+) -> list[list[list[Comparison]]]:
+    """The observed steps of every rank, every shape, under every plan."""
     with LocalProcesses(cluster.world_size, PRELOAD) as processes:
-        return processes.run(observed, cluster.to_dict(), shapes, steps)[0]
+        return processes.run(observed, cluster.to_dict(), shapes, steps, pins)
 
 
-def observed(cluster: Any, shapes: Sequence[Shape], steps: int) -> list[list[Comparison]]:
+def observed(cluster: Any, shapes: Sequence[Shape], steps: int, pins: Sequence[Pin] = PINS) -> list[list[Comparison]]:
     """One rank: train every shape under every plan, observed from the second step on."""
     warnings.simplefilter("ignore")
-    return [[_observed(ClusterSpec.from_dict(cluster), shape, pin, steps) for pin in PINS] for shape in shapes]
+    return [[_observed(ClusterSpec.from_dict(cluster), shape, pin, steps) for pin in pins] for shape in shapes]
 
 
-def _observed(cluster: ClusterSpec, shape: Shape, pin: Mapping[str, int], steps: int) -> Comparison:
+def _observed(cluster: ClusterSpec, shape: Shape, pin: Pin, steps: int) -> Comparison:
     torch.manual_seed(0)
     ids = torch.randint(0, shape.vocab, (shape.batch, shape.sequence))
     batch = {"ids": ids, "labels": ids.roll(-1, 1)}
     whole = {"pipeline": 1, "micro_batches": 1, "recompute": "none"}
-    pmodel = autopar.parallelize(GPT(shape).train(), cluster, example_kwargs=batch, pin={**pin, **whole})
+    pmodel = autopar.parallelize(GPT(shape).train(), cluster, example_kwargs=batch, pin={**whole, **pin})
     optimizer = torch.optim.AdamW(pmodel.parameters(), lr=1e-3, fused=True)
     part = pmodel.shard(batch)
 

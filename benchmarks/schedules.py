@@ -147,6 +147,7 @@ def _stage(number: int, stages: int, nap_s: float) -> Stage:
     holder = torch.nn.Module()
     return Stage(
         number=number,
+        first_block=number,
         parameters=("weight",),
         leaves=(),
         received=passed if number else (),

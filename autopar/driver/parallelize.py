@@ -36,7 +36,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.spmd.mesh import pipeline_mesh
 from planner.analysis.offload.chunks import chunks_of, moving_bytes, parameters
 from planner.analysis.offload.step_timing import saved_bytes
-from planner.analysis.overlaps import overlaps
+from planner.analysis.overlaps import overlaps, scheduled_overlaps
 from planner.base.cpython import on_one_stack
 from planner.base.errors import InputError, PinError, PlanError
 from planner.base.formatting import in_all_bytes
@@ -48,7 +48,7 @@ from planner.formulation.constraints.stored_layouts import tensors_of
 from planner.formulation.training import Training
 from planner.plan.document.document import EVALUATE
 from planner.plan.further_stages import homes
-from planner.plan.plan import Plan
+from planner.plan.plan import Plan, memory_of_rank
 from planner.search.search import GAP, TIME_LIMIT_S
 from planner.search.search_context import Progress
 from planner.solve.transfers import TransferSchedule
@@ -195,7 +195,14 @@ def parallelize(
         plan.pins.compile,
     )
     made.data_agreement = DataAgreement(stage_mesh, device, calls)
-    made.planned, made.planned_overlaps = plan, () if micro_batched is not None else overlaps(assignment)
+    made.planned = plan
+    if pipeline is not None and not plan.transfer_schedules:
+        made.planned_memory = partial(memory_of_rank, plan, assignment, pipeline.rank)
+    made.planned_overlaps = (
+        overlaps(assignment)
+        if micro_batched is None
+        else scheduled_overlaps(assignment, micro_batched.schedule, micro_batched.bounds, micro_batched.rank)
+    )
     return made
 
 

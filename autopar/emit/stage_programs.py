@@ -193,6 +193,7 @@ class Outline:
         """All of it, with programs."""
         return Stage(
             number=self.number,
+            first_block=self.cut.numbers[self.number].start,
             parameters=self.parameters,
             leaves=self.leaves,
             received=tuple(map(self._passed, self.received)),

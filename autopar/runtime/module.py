@@ -121,6 +121,7 @@ class ParallelModule(Fronts):
         self.data_agreement: DataAgreement | None = None  # of ranks that are processes
         self.planned: Document | None = None
         self.planned_overlaps: Sequence[Overlap] = ()
+        self.planned_memory: Callable[[], Mapping[str, int]] | None = None  # of this rank, where others hold other
         self._seen: Seen | None = None
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
         tensors: dict[str, Tensor] = {}
@@ -371,17 +372,10 @@ class ParallelModule(Fronts):
     def observe(self) -> Iterator[None]:
         """Observe the steps inside, for :meth:`compare`: ``with pmodel.observe(): ...``; every rank does.
 
-        Every second step runs under torch's profiler, which knows what collectives take; the others time blocks.
-
-        Raises:
-            InputError: the plan runs micro-batches.
+        Every second step runs under torch's profiler, which knows what collectives take; the others time blocks, and
+        actions of a pipeline's schedule.
         """
-        if isinstance(self.program, PipelineStep):
-            raise InputError(
-                "blocks of micro-batched steps are not observed: pmodel.timeline() shows such a step, action by action"
-            )
-        blocks = [module for name, module in programs_in(self.program) if not name.endswith("_again")]
-        observer = StepObserver(self.program, blocks, self._device)
+        observer, end = _observer_of(self.program, self._device)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         observer.start()
@@ -389,11 +383,13 @@ class ParallelModule(Fronts):
             yield
         finally:
             self._seen = observer.stop()
+            end()
 
     def compare(self, optimizer: torch.optim.Optimizer | None = None) -> Comparison:
         """What the observed steps took on this rank beside what the plan predicts: seconds of every distinct block and
-        of every kind of collective, with standard errors, and bytes by use. Of the collectives that were
-        on their way while blocks computed, it says which the plan has so, and what of their seconds was hidden.
+        of every kind of collective, with standard errors, and bytes by use; in a micro-batched step seconds of a
+        micro-batch, and of the actions of stages. Of the collectives and messages that were on their way while the
+        rank computed, it says which the plan has so, and what of their seconds was hidden.
 
         ``pmodel.compare().save("run.json")`` writes it for ``autopar profile --from run.json``, by which the next plan
         is priced. The peak of memory is observed on GPUs; on CPUs :func:`autopar.verify` counts it.
@@ -415,7 +411,17 @@ class ParallelModule(Fronts):
         if self._device.type == "cuda":
             memory["peak"] = torch.cuda.max_memory_allocated()
         seen = self._seen
-        return compare(self.planned, seen.blocks, seen.collectives, memory, self.planned_overlaps, seen.overlaps)
+        held = None if self.planned_memory is None else self.planned_memory()
+        return compare(
+            self.planned,
+            seen.blocks,
+            seen.collectives,
+            memory,
+            self.planned_overlaps,
+            seen.overlaps,
+            seen.actions,
+            held,
+        )
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`timeline` for https://ui.perfetto.dev, as :meth:`planner.plan.plan.Plan.save_trace` writes the
@@ -743,6 +749,23 @@ class ParallelModule(Fronts):
             return value
         leaf = next(spec for spec in self._leaf_names.values() if lookup(self, spec.name) is lookup(self, name))
         return part_like(name, value, own, leaf.layout, self.mesh, self.device_mesh, self.rank)
+
+
+def _observer_of(program: Program, device: torch.device) -> tuple[StepObserver, Callable[[], None]]:
+    """What is told of a program's steps, until the second is called."""
+    if isinstance(program, GraphModule):
+        observer = StepObserver(_blocks_of([program]), device)
+        return observer, program.register_forward_pre_hook(lambda *_: observer.begin_step()).remove
+    stages, recorder = program.spec.stages, program.spec.recorder
+    firsts = {number: stage.first_block for number, stage in stages.items()}
+    blocks = _blocks_of([stage.program for stage in stages.values()])
+    recorder.watcher = observer = StepObserver(blocks, device, firsts, lambda: recorder.events(0))
+    return observer, partial(setattr, recorder, "watcher", None)
+
+
+def _blocks_of(programs: Sequence[GraphModule]) -> list[GraphModule]:
+    """The programs of the blocks that some call."""
+    return [block for each in programs for name, block in programs_in(each) if not name.endswith("_again")]
 
 
 def _readable(code: str, name: str) -> str:

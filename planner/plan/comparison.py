@@ -10,10 +10,11 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from planner.analysis.overlaps import ObservedFlight, Overlap
 from planner.base.errors import ClusterError, PlanError
@@ -28,8 +29,11 @@ from planner.formulation.resharding import PHASES, Collective
 from planner.plan.document.detail import BlockDetail
 from planner.plan.document.document import BlockPlan, Document
 from planner.plan.overlap_comparison import OverlapComparison, compare_overlaps
+from planner.solve.pipeline.schedule import versions
 
 FORMAT, VERSION = "autopar-run", 2
+SHORT = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
+"""Kinds of actions, as rows have them."""
 TELLING = 0.2
 """Share of its seconds that a block is expected to compute at least, where it says something of computing."""
 
@@ -39,18 +43,18 @@ class Compared:
     """One kind of work in a step.
 
     Attributes:
-        work: computing (a block with what it communicates), or a collective.
-        name: of the distinct block, or of the collective.
-        phase: ``forward``, ``backward``, or ``step`` of all calls of a collective.
-        predicted_s: of one instance of the block; of all calls of the collective.
-        observed_s: the mean over instances and steps.
+        work: computing (a block with what it communicates), a collective, or an action of a pipeline's schedule.
+        name: of the distinct block, of the collective, or of the stage.
+        phase: ``forward``, ``backward``, or ``step`` of all calls of a collective; of a stage the kind of action.
+        predicted_s: of one instance of the block; of all calls of the collective; of one action.
+        observed_s: the mean over instances, micro-batches and steps.
         error_s: its standard error.
         count: how many were seen.
         predicted_communication_s: of a block's predicted seconds, what it communicates.
         observed_communication_s: that, as much longer as its collectives were seen to take.
     """
 
-    work: Work
+    work: Work | Literal["action"]
     name: str
     phase: str
     predicted_s: float
@@ -62,7 +66,10 @@ class Compared:
 
     @property
     def pair(self) -> Pair:
-        """What is corrected by it: of a block what it computes, since collectives have corrections of their own."""
+        """What is corrected by it: of a block what it computes, since collectives have corrections of their own; by an
+        action nothing, since its blocks say it.
+        """
+        assert self.work != "action"
         computed_s = self.observed_s - self.observed_communication_s
         return Pair(self.work, self.predicted_s - self.predicted_communication_s, computed_s)
 
@@ -80,13 +87,15 @@ class Comparison:
         cluster: that the plan was priced for.
         rows: seconds, blocks first, in the order in which they run.
         memory: bytes by use, as predicted and as observed.
-        overlapped: collectives that were on their way while blocks computed.
+        overlapped: collectives and messages that were on their way while the rank computed.
+        left_out: what was not observed, and why.
     """
 
     cluster: ClusterSpec
     rows: tuple[Compared, ...]
     memory: Mapping[str, tuple[int, int]]
     overlapped: tuple[OverlapComparison, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         width = max([24, *(len(row.name) for row in self.rows)])
@@ -103,6 +112,7 @@ class Comparison:
                 f"  {use:{width}}  {'memory':8}  {in_bytes(predicted):>10}  {in_bytes(observed):>20}  {off:>6}"
             )
         lines += [f"  {line}" for each in self.overlapped for line in str(each).splitlines()]
+        lines += [f"  not observed: {each}" for each in self.left_out]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -117,7 +127,8 @@ class Comparison:
         pairs = (
             row.pair
             for row in self.rows
-            if row.pair.predicted_s >= TELLING * (row.pair.predicted_s + row.observed_communication_s)
+            if row.work != "action"
+            and row.pair.predicted_s >= TELLING * (row.pair.predicted_s + row.observed_communication_s)
         )
         return tuple(pair for pair in pairs if pair.predicted_s > 0 and pair.observed_s > 0)
 
@@ -130,6 +141,7 @@ class Comparison:
             "rows": [asdict(row) for row in self.rows],
             "memory": {use: list(sizes) for use, sizes in self.memory.items()},
             "overlapped": [asdict(each) for each in self.overlapped],
+            "left_out": list(self.left_out),
         }
         write_text(Path(path), json.dumps(data, indent=1) + "\n")
 
@@ -150,7 +162,8 @@ class Comparison:
                 f"{os.fspath(path)!r} is no record of steps ({error}): pmodel.compare().save({os.fspath(path)!r}) "
                 "writes one after steps were observed"
             ) from None
-        return cls(ClusterSpec.from_dict(data["cluster"]), rows, memory, overlapped)
+        left_out = tuple(data.get("left_out", ()))
+        return cls(ClusterSpec.from_dict(data["cluster"]), rows, memory, overlapped, left_out)
 
 
 def compare(
@@ -160,28 +173,30 @@ def compare(
     memory: Mapping[str, int],
     planned: Sequence[Overlap] = (),
     observed: Sequence[Sequence[ObservedFlight]] = (),
+    actions: Mapping[tuple[int, str], Sequence[float]] = MappingProxyType({}),
+    held: Mapping[str, int] | None = None,
 ) -> Comparison:
     """Put what was seen beside what a plan predicts.
 
     Args:
-        blocks: seconds of every step, by number of the instance and phase.
+        blocks: seconds of every step and micro-batch, by number of the instance and phase.
         collectives: of all calls of each kind.
         memory: bytes by use; ``peak`` is that of all.
-        planned, observed: collectives on their way while blocks compute, as planned and in every step that was traced.
+        planned, observed: what is on its way while the rank computes, as planned and in every step that was traced.
+        actions: of a micro-batched step, seconds by stage and kind of action.
+        held: bytes by use that are predicted of this rank; ``None``: those of any.
 
     Raises:
-        PlanError: the plan runs micro-batches, or was read from a file without details.
+        PlanError: the plan was read from a file without details.
     """
-    if document.pipeline is not None:
-        raise PlanError("blocks of micro-batched steps are not compared: pmodel.timeline() shows such a step")
     cost, axes = CostModel(document.cluster), {axis.name: axis for axis in document.mesh.axes}
 
     def price(call: Collective) -> float:
         return cost.collective_s(call.kind, axes[call.axis], call.bytes_in)
 
-    waited = []
+    waited, calls = [], [*_calls_of_rank(document, {number for number, _ in blocks})]
     for kind, each in collectives.items():
-        total = sum(count * price(call) for call, count in document.predicted.collectives if call.kind == kind)
+        total = sum(count * price(call) for call, count in calls if call.kind == kind)
         if each and total:
             waited.append(_row(kind, kind, "step", total, each))  # type: ignore[arg-type]
     slower = {row.name: row.observed_s / row.predicted_s for row in waited}
@@ -192,23 +207,55 @@ def compare(
             expected = [predicted[number, phase] for number in block.at if blocks.get((number, phase))]
             if seen and sum(total for total, _ in expected):
                 total_s, communication_s = map(statistics.fmean, zip(*expected, strict=True))
-                calls = [(call, price(call) * n) for call, n in _calls(document, block, detail, phase)]
+                own = [(call, price(call) * n) for call, n in _calls(document, block, detail, phase)]
                 # What is copied around calls is computing, and what is hidden takes no seconds of the block.
-                called_s = sum(seconds for _, seconds in calls)
+                called_s = sum(seconds for _, seconds in own)
                 left = min(1.0, communication_s / called_s) if called_s else 0.0
-                was_s = sum(slower.get(call.kind, 1.0) * seconds for call, seconds in calls)
+                was_s = sum(slower.get(call.kind, 1.0) * seconds for call, seconds in own)
                 row = _row("compute", block.name or "(root)", phase, total_s, seen)
                 rows.append(
                     replace(row, predicted_communication_s=left * called_s, observed_communication_s=left * was_s)
                 )
-    rows += waited
-    held = {**document.predicted.memory_bytes, "peak": document.predicted.peak_bytes}
+    rows += [*_stages(document, actions), *waited]
+    held = {**document.predicted.memory_bytes, "peak": document.predicted.peak_bytes} if held is None else held
     sizes = {use: (held[use], memory[use]) for use in held if use in memory}
+    left_out = tuple(_left_out(document, actions))
     if not observed:
-        return Comparison(document.cluster, tuple(rows), sizes)
+        return Comparison(document.cluster, tuple(rows), sizes, left_out=left_out)
     names = {number: f"{block.name or '(root)'} ({number})" for block in document.blocks for number in block.at}
-    hidden = 1 - document.exposed_share
-    return Comparison(document.cluster, tuple(rows), sizes, compare_overlaps(planned, observed, names, hidden))
+    hidden = 1 - document.exposed_share if document.pipeline is None else None
+    overlapped = compare_overlaps(planned, observed, names, hidden)
+    return Comparison(document.cluster, tuple(rows), sizes, overlapped, left_out)
+
+
+def _stages(document: Document, actions: Mapping[tuple[int, str], Sequence[float]]) -> Iterator[Compared]:
+    """Actions of a pipeline's schedule, without what they wait for."""
+    times = document.times
+    for (stage, kind), seen in sorted(actions.items(), key=lambda each: (each[0][0], "FBIW".index(each[0][1]))):
+        if times is not None:
+            of = {"F": times.forward_s[stage], "I": times.input_s[stage], "W": times.weight_s[stage]}
+            yield _row("action", f"stage {stage}", SHORT[kind], of.get(kind, of["I"] + of["W"]), seen)
+
+
+def _left_out(document: Document, actions: Collection[tuple[int, str]]) -> Iterator[str]:
+    """What of a step is not compared, and why."""
+    if any(kind == "I" for _, kind in actions):
+        yield (
+            "backward of blocks, and what is gathered and reduced in it, where the schedule has it in two parts, in "
+            "neither of which a block runs as a whole: its stages are compared"
+        )
+    if document.pipeline is not None and versions(document.pipeline.schedule) > 1:
+        yield "the weights that the step before left, which are in the predicted bytes of parameters"
+
+
+def _calls_of_rank(document: Document, blocks: Collection[int]) -> Iterator[tuple[Collective, float]]:
+    """The collectives of a step on a rank that has these blocks; of a pipeline's those of blocks alone."""
+    if document.pipeline is None or document.pipeline.ranks == 1:
+        yield from document.predicted.collectives
+        return
+    for block, detail in zip(document.blocks, document.account.blocks, strict=True):
+        share = len({*block.at}.intersection(blocks)) / max(1, len(block.at))
+        yield from ((call, share * count) for call, count in detail.collectives)
 
 
 def _predicted_blocks(document: Document) -> dict[tuple[int, str], tuple[float, float]]:
@@ -225,7 +272,8 @@ def _calls(document: Document, block: BlockPlan, detail: BlockDetail, phase: str
 
     Backward gathers parameters again where it recomputes, if it needs them; their gradients are reduced beside it.
     """
-    instances, again = len(block.at), sum(block.recompute.values())
+    instances, again, how = len(block.at), sum(block.recompute.values()), document.unsharding
+    is_whole = document.pipeline is None
     for op in detail.ops.values():
         yield from ((call, 1.0) for call in op.inner if call.phase == phase)
         for move in (*op.before, *op.after):
@@ -233,10 +281,13 @@ def _calls(document: Document, block: BlockPlan, detail: BlockDetail, phase: str
             if is_gathered and phase == "backward":
                 share = again / instances * document.account.is_needed_in_backward(op, move.value)
             made_in = "forward" if is_gathered else phase
-            yield from ((call, share * move.times / instances) for call in move.calls if call.phase == made_in)
+            if is_gathered and not is_whole and how.once_per_step:
+                continue
+            phases = {made_in} if is_whole else {made_in, phase}  # whose gradients are waited for
+            yield from ((call, share * move.times / instances) for call in move.calls if call.phase in phases)
 
 
-def _row(work: Work, name: str, phase: str, predicted_s: float, seen: Sequence[float]) -> Compared:
+def _row(work: Work | Literal["action"], name: str, phase: str, predicted_s: float, seen: Sequence[float]) -> Compared:
     error_s = statistics.stdev(seen) / math.sqrt(len(seen)) if len(seen) > 1 else 0.0
     return Compared(work, name, phase, predicted_s, statistics.fmean(seen), error_s, len(seen))
 

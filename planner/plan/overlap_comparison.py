@@ -1,4 +1,4 @@
-"""What a plan has on its way while blocks compute, beside what traces of its steps show."""
+"""What a plan has on its way while a step computes, beside what traces of its steps show."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.analysis.overlaps import ObservedFlight, Overlap, Phase
+from planner.analysis.overlaps import ObservedFlight, Overlap, Phase, Work
 from planner.base.formatting import in_seconds
+
+PLACES = {"send": "actions", "receive": "actions"}
+"""What computes beside a kind of flight, where that is no block."""
 
 
 @dataclass(frozen=True)
 class OverlapComparison:
-    """One kind of collective in one direction of a step.
+    """One kind of collective, or of message, in one direction of a step.
 
     Attributes:
-        planned, observed: of how many a block computes beside, as planned and in the step that was observed last.
+        planned, observed: of how many a block, or an action of the schedule, computes beside, as planned and in the
+            step that was observed last.
         of: so many there were.
         carried_s: seconds of a step in which they were carried, on average; which may be those in which they waited
             for other ranks.
-        exposed_s: seconds in which this rank waited for them and computed nothing; ``None`` of both: the trace does not
-            say.
+        exposed_s: seconds in which this rank waited for them and computed nothing; ``None`` of either: the trace does
+            not say.
         predicted_hidden: the share that the plan counts as hidden; ``None``: it counts none as such.
         differing: what was not as planned, in words.
     """
@@ -45,14 +49,13 @@ class OverlapComparison:
 
     def __str__(self) -> str:
         share = "" if self.predicted_hidden is None else f", {self.predicted_hidden:.0%} predicted"
-        seconds = "how long they were carried is not known"
+        exposed = "" if self.exposed_s is None else f"exposed {in_seconds(self.exposed_s)}"
+        seconds = ", ".join(filter(None, ("how long they were carried is not observed", exposed)))
         if self.carried_s is not None and self.exposed_s is not None:
-            seconds = (
-                f"carried {in_seconds(self.carried_s)}, exposed {in_seconds(self.exposed_s)}: {self.hidden:.0%} hidden"
-            )
+            seconds = f"carried {in_seconds(self.carried_s)}, {exposed}: {self.hidden:.0%} hidden"
         found = (
-            f"{self.kind} {self.phase}: {self.observed} of {self.of} beside blocks, {self.planned} planned; "
-            f"{seconds}{share}"
+            f"{self.kind} {self.phase}: {self.observed} of {self.of} beside {PLACES.get(self.kind, 'blocks')}, "
+            f"{self.planned} planned; {seconds}{share}"
         )
         return "\n".join([found, *(f"  {each}" for each in self.differing)])
 
@@ -61,15 +64,15 @@ def compare_overlaps(
     planned: Sequence[Overlap],
     steps: Sequence[Sequence[ObservedFlight]],
     names: Mapping[int, str],
-    reductions_hidden: float,
+    reductions_hidden: float | None,
 ) -> tuple[OverlapComparison, ...]:
     """Each kind of collective that was on its way, in each direction.
 
     Args:
-        planned: what a step has on its way, see :func:`planner.analysis.overlaps.overlaps`.
+        planned: what a step has on its way, see :mod:`planner.analysis.overlaps`.
         steps: those that were observed.
         names: of blocks, by number of the instance.
-        reductions_hidden: the share of gradients' reductions that the plan counts as hidden.
+        reductions_hidden: the share of gradients' reductions that the plan counts as hidden, if it says one.
     """
     found = []
     observed = [each.overlap for each in steps[-1]]
@@ -86,7 +89,7 @@ def compare_overlaps(
                 len(last),
                 _mean_s([[each.carried_s for each in step] for step in own]),
                 _mean_s([[each.exposed_s for each in step] for step in own]),
-                None if kind == "all_gather" else reductions_hidden,
+                reductions_hidden if kind in ("all_reduce", "reduce_scatter") else None,
                 tuple(_differing(expected, last, names)),
             )
         )
@@ -101,18 +104,23 @@ def _mean_s(steps: Sequence[Sequence[float | None]]) -> float | None:
 
 
 def _differing(planned: Sequence[Overlap], observed: Sequence[Overlap], names: Mapping[int, str]) -> list[str]:
-    """Blocks whose collectives were on their way beside others than planned."""
+    """Blocks whose collectives, and messages that, were on their way beside others than planned."""
 
-    def beside(several: Sequence[Overlap], block: int) -> Counter[tuple[int, ...]]:
-        return Counter(each.beside for each in several if each.block == block and each.beside)
+    def beside(several: Sequence[Overlap], of: Work | None) -> Counter[tuple[Work, ...]]:
+        return Counter(each.beside for each in several if each.of == of and each.beside)
 
-    def text(found: Counter[tuple[int, ...]]) -> str:
-        blocks = ["+".join(names[number] for number in each) for each in found.elements()]
-        return ", ".join(blocks) or "none"
+    def name(work: Work | None) -> str:
+        return "what is done once" if work is None else names[work] if isinstance(work, int) else str(work)
 
-    blocks = sorted({each.block for each in (*planned, *observed)})
+    def text(found: Counter[tuple[Work, ...]]) -> str:
+        several = [
+            "+".join(map(name, each)) + (f" ({count} times)" if count > 1 else "") for each, count in found.items()
+        ]
+        return ", ".join(several) or "none"
+
+    every = sorted({each.of for each in (*planned, *observed)}, key=lambda each: (each is not None, each or 0))
     return [
-        f"of {names[block]}: planned beside {text(expected)}, observed beside {text(found)}"
-        for block in blocks
-        if (expected := beside(planned, block)) != (found := beside(observed, block))
+        f"of {name(of)}: planned beside {text(expected)}, observed beside {text(found)}"
+        for of in every
+        if (expected := beside(planned, of)) != (found := beside(observed, of))
     ]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from planner.analysis.memory import usage
 from planner.analysis.memory.storages import PeakReport
 from planner.analysis.pipeline.chain import chain_of, links_of
-from planner.analysis.pipeline.peak_report import peak_micro_batched
+from planner.analysis.pipeline.peak_report import RankReport, peak_micro_batched
 from planner.analysis.pipeline.staged import Staged, price
 from planner.analysis.planned_step import planned_step
 from planner.analysis.prediction import Prediction
@@ -528,6 +528,15 @@ def _pipeline(staged: Staged, recompute: Mapping[str, tuple[int, ...]], unshardi
     each, bounds = staged.pipeline, tuple(staged.cut.bounds)
     decided = Unsharding(unsharding.once_per_step, staged.prefetch)
     return PipelinePlan(each.schedule, each.ranks, each.virtual_stages, bounds, recompute, decided)
+
+
+def memory_of_rank(plan: Plan, assignment: Assignment, rank: int) -> dict[str, int]:
+    """Bytes by use on one rank of a pipeline at its fullest, and ``peak``, all of them; arguments as of
+    :func:`restage`.
+    """
+    staged = restage(plan, assignment)
+    assert staged is not None
+    return {**RankReport(assignment, staged, rank).fullest().by_use(), "peak": staged.rank_bytes[rank]}
 
 
 def restage(plan: Plan, assignment: Assignment) -> Staged | None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.pipeline.stage import Passed, Stage
+from autopar.runtime.spmd.flight import Flight
 from autopar.runtime.spmd.pipeline_ranks import PipelineRanks
 from planner.solve.pipeline.schedule import Action, Schedule
 
@@ -82,6 +83,20 @@ class InProcessLinks:
 
 
 @dataclass(frozen=True)
+class _Works:
+    """What is waited for of the tensors of one message."""
+
+    each: Sequence[dist.Work]
+
+    def wait(self) -> None:
+        for work in self.each:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.each)
+
+
+@dataclass(frozen=True)
 class _Coming:
     """A message that is being received.
 
@@ -92,7 +107,7 @@ class _Coming:
     message: Message
     taken: Sequence[Message]
     tensors: list[Tensor]
-    works: list[dist.Work]
+    flight: Flight
 
 
 class RankLinks:
@@ -125,7 +140,7 @@ class RankLinks:
         self._expected: dict[int, deque[tuple[Message, Sequence[Message]]]] = {}
         self._coming: dict[int, _Coming] = {}
         self._aside: Messages = {}
-        self._pending: dict[Message, list[tuple[dist.Work, Tensor]]] = {}
+        self._pending: dict[Message, tuple[Flight, list[Tensor]]] = {}
         self._is_open = False
 
     def open(self, trains: bool, left: Messages | None) -> None:
@@ -187,25 +202,31 @@ class RankLinks:
         forms = self._forms[message[0], message[1]]
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms]
         group, source = self.pipeline.ways[sender, self.pipeline.rank], self.pipeline.global_rank(sender)
-        with self._naming(sender, message):
+
+        def receive() -> _Works:
             works = [dist.irecv(tensor, source, group, tag_of(message)) for tensor in tensors]
-        self._coming[sender] = _Coming(message, taken, tensors, [work for work in works if work is not None])
+            return _Works([work for work in works if work is not None])
+
+        with self._naming(sender, message):
+            flight = Flight("receive", receive, str(Action(*message)))
+        self._coming[sender] = _Coming(message, taken, tensors, flight)
 
     def put(self, message: Message, tensors: Sequence[Tensor]) -> None:
         receiver = self._home(message[0])
         if receiver == self.pipeline.rank:
             self._within.put(message, tensors)
             return
-        self._pending = {
-            each: sent for each, sent in self._pending.items() if not all(work.is_completed() for work, _ in sent)
-        }
+        for each in [each for each, (flight, _) in self._pending.items() if flight.is_over]:
+            self._let_go(each)
         group, target = self.pipeline.ways[self.pipeline.rank, receiver], self.pipeline.global_rank(receiver)
-        for tensor in tensors:
-            sent = tensor.contiguous()
-            with self._naming(receiver, message):
-                work = dist.isend(sent, target, group, tag_of(message))
-            assert work is not None
-            self._pending.setdefault(message, []).append((work, sent))
+        sent = [tensor.contiguous() for tensor in tensors]
+
+        def send() -> _Works:
+            works = [dist.isend(tensor, target, group, tag_of(message)) for tensor in sent]
+            return _Works([work for work in works if work is not None])
+
+        with self._naming(receiver, message):
+            self._pending[message] = Flight("send", send, str(Action(*message))), sent
 
     @contextlib.contextmanager
     def _naming(self, other: int, message: Message) -> Iterator[None]:
@@ -232,8 +253,7 @@ class RankLinks:
         """Wait for the message that is coming from a rank, and begin to receive its next one."""
         coming = self._coming.pop(sender)
         with self._naming(sender, coming.message):
-            for work in coming.works:
-                work.wait()
+            coming.flight.wait()
         for message in coming.taken:
             self._let_go(message)
         self._receive(sender)
@@ -241,9 +261,10 @@ class RankLinks:
 
     def _let_go(self, message: Message) -> None:
         """Let go of a message that was sent, when it has arrived."""
-        with self._naming(self._home(message[0]), message):
-            for work, _ in self._pending.pop(message, ()):
-                work.wait()
+        if message in self._pending:
+            flight, _ = self._pending.pop(message)
+            with self._naming(self._home(message[0]), message):
+                flight.wait()
 
     def share(self, loss: Tensor | None, seed: Tensor, stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         found = torch.zeros(2, dtype=torch.float64, device=self.device)

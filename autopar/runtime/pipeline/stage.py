@@ -22,6 +22,7 @@ class Stage:
     """What a rank runs of one stage.
 
     Attributes:
+        first_block: the number of the first of its blocks among all of the model.
         parameters, leaves: what ``gather``, and what ``program`` and ``count`` take of the model, by name.
         received, sent: what comes from the stage before, and goes to the one after.
         outputs: the positions of what leaves the model here.
@@ -33,6 +34,7 @@ class Stage:
     """
 
     number: int
+    first_block: int
     parameters: tuple[str, ...]
     leaves: tuple[str, ...]
     received: tuple[Passed, ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,19 @@ Moment = Any
 """Seconds of the host's clock, or an event of the GPU's stream."""
 
 
+class Watcher(Protocol):
+    """Is told of a step while it runs."""
+
+    def begin_step(self) -> None:
+        """A step begins."""
+
+    def begin_action(self, action: Action) -> None:
+        """An action of the schedule begins."""
+
+    def end_action(self, action: Action) -> None:
+        """It is over."""
+
+
 class Recorder:
     """Records the step that runs, and keeps the last that came to its end.
 
@@ -34,6 +47,9 @@ class Recorder:
         schedule: the actions of all ranks of the pipeline.
         device: where the actions run.
         bubble: as it was predicted.
+
+    Attributes:
+        watcher: who else is told.
     """
 
     def __init__(self, schedule: Schedule, device: torch.device, bubble: float | None = None):
@@ -45,6 +61,7 @@ class Recorder:
         self._action: Action | None = None
         self._began: Moment = None
         self._ended: Moment = None
+        self.watcher: Watcher | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         """One that has seen nothing."""
@@ -53,10 +70,14 @@ class Recorder:
     def open(self) -> None:
         """A step begins."""
         self._running = []
+        if self.watcher is not None:
+            self.watcher.begin_step()
 
     def begin(self, kind: str, action: Action | None = None) -> None:
         """An action begins, or what is done once a step; kinds are :data:`planner.plan.timeline.step.KINDS`."""
         self._kind, self._action = kind, action
+        if self.watcher is not None and action is not None:
+            self.watcher.begin_action(action)
         self._began, self._ended = self._now(), None
 
     def arrived(self) -> None:
@@ -73,6 +94,8 @@ class Recorder:
         """It is over."""
         ended = self._now() if self._ended is None else self._ended
         self._running.append((self._kind, self._action, self._began, ended))
+        if self.watcher is not None and self._action is not None:
+            self.watcher.end_action(self._action)
 
     def close(self) -> None:
         """The step is over."""

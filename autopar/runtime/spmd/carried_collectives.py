@@ -1,7 +1,7 @@
 """Collectives in a trace of torch's profiler: what was called, and what carried it.
 
 Collectives are carried in the order in which they are called. Over gloo the call says which kind it is: torch reduces
-and scatters by an all-reduce.
+and scatters by an all-reduce. Messages are left out there, of which a trace shows how long they were waited for alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ WORDS = {
     "alltoall": "all_to_all",
     "broadcast": "broadcast",
     "send": "send",
+    "recv": "send",
 }
 """What names of calls (``c10d::allreduce_``), and of what carries them (``gloo:all_reduce``,
 ``ncclDevKernel_AllReduce_Sum_f32_RING_LL``), begin with.
@@ -43,7 +44,7 @@ class CarriedCollective:
 
 def carried_collectives(events: Sequence[Any], on_gpu: bool) -> list[CarriedCollective]:
     """All of a trace, in the order in which they began to be carried."""
-    carriers, calls = _named(events, CARRIER[on_gpu]), _named(events, CALL)
+    carriers, calls = _named(events, CARRIER[on_gpu], on_gpu), _named(events, CALL, on_gpu)
     if len(calls) != len(carriers):
         return [CarriedCollective(kind, each, None) for kind, each in carriers]
     return [
@@ -52,13 +53,13 @@ def carried_collectives(events: Sequence[Any], on_gpu: bool) -> list[CarriedColl
     ]
 
 
-def _named(events: Sequence[Any], name: re.Pattern[str]) -> list[tuple[str, Any]]:
+def _named(events: Sequence[Any], name: re.Pattern[str], with_messages: bool) -> list[tuple[str, Any]]:
     """The kinds of the events with such names, and when they were, in order."""
     found = []
     for event in events:
         match = name.match(event.name)
         kind = None if match is None else _kind(match.group(1))
-        if kind is not None:
+        if kind is not None and (with_messages or kind != "send"):
             found.append((kind, event.time_range))
     return sorted(found, key=lambda each: each[1].start)
 

@@ -1,8 +1,9 @@
-"""Which blocks computed while a collective was on its way, and how long somebody waited for it: read from a trace.
+"""What computed while a collective or message was on its way, and how long somebody waited for it: read from a trace.
 
 A trace of torch's profiler has, on one clock, when flights were sent and waited for
-(:mod:`autopar.runtime.spmd.flight`), when blocks began (:func:`mark`), and every operator. A block computes beside a
-flight if most of its operators ran between the two; those that cut and join parameters for collectives do not count.
+(:mod:`autopar.runtime.spmd.flight`), when blocks began, and actions of a pipeline's schedule (:func:`mark`), and every
+operator. One of these computes beside a flight if most of its operators ran between the two; those that cut and join
+parameters for collectives do not count. Collectives are held against blocks, and messages against actions.
 Over gloo what is waited for is exposed: nothing else runs on the rank. On a GPU the stream waits, so exposed is the
 time of a collective's kernel in which no other kernel runs.
 """
@@ -12,17 +13,21 @@ from __future__ import annotations
 import re
 from bisect import bisect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch._C._profiler import _RecordFunctionFast as shown_as
 
 from autopar.runtime.spmd.carried_collectives import CARRIER, carried_collectives
 from autopar.runtime.spmd.flight import LABEL, SENT
-from planner.analysis.overlaps import ObservedFlight, Overlap, Phase
+from planner.analysis.overlaps import ObservedFlight, Overlap, Phase, Work
+from planner.solve.pipeline.schedule import Action
 
 FORWARD, ENDS, BACKWARD = "forward", "forward ends", "backward"
 MARK = re.compile(rf"block (\d+), ({FORWARD}|{ENDS}|{BACKWARD})$")
+BEGIN, END = "begins", "ends"
+ACTION = re.compile(rf"action (\d+)([FBIW])(-?\d+), ({BEGIN}|{END})$")
+MESSAGES = ("send", "receive")
 COMMUNICATING = re.compile(r"_(Gather|SumGradients|Complete|LocalParts)(Backward)?$")
 """Functions of autograd that hold a collective's own operators."""
 LAST = "_LocalPartsBackward"
@@ -31,7 +36,7 @@ LAST = "_LocalPartsBackward"
 
 @dataclass(frozen=True)
 class _Span:
-    block: int
+    work: Work
     phase: Phase
     begin: float
     end: float
@@ -42,66 +47,113 @@ class _Span:
         return 2 * inside > len(self.operators)
 
 
-def mark(block: int, what: str) -> None:
-    """Note in the trace that a block begins or ends."""
-    with shown_as(f"block {block}, {what}"):
+def mark(work: Work, what: str) -> None:
+    """Note in the trace that a block or an action begins or ends."""
+    with shown_as(f"block {work}, {what}" if isinstance(work, int) else f"action {work}, {what}"):
         pass
 
 
 def overlaps_seen(events: Sequence[Any], on_gpu: bool) -> list[ObservedFlight]:
     """Every flight of a step, in the order in which they were sent.
 
+    Not those of the parts of a backward in two, in which blocks do not run as a whole.
+
     Args:
         events: of torch's profiler.
     """
     events = sorted(events, key=lambda each: each.time_range.start)
-    spans, flights = _spans(events), dict[str, list[Any]]()
+    operators, flights = [*_operators(events)], dict[str, list[Any]]()
+    blocks, actions = _blocks(events, operators), _actions(events, operators)
     for event in events:
         if found := LABEL.match(event.name):
-            flights.setdefault(found[1], []).append((found[2], event.time_range))
+            flights.setdefault(found[1], []).append((found, event.time_range))
     carried = _carried(events, on_gpu)
     seen = []
-    for (kind, sent), (_, waited) in (each for each in flights.values() if len(each) == 2):
-        beside = [span for span in spans if span.mostly_within(sent.start, waited.start)]
-        # Gathers belong to the block that waits for them, reductions to the one that sends them.
-        of = _at(spans, waited.start if kind == "all_gather" else sent.start)
-        if of is None:
+    for (label, sent), (_, waited) in (each for each in flights.values() if len(each) == 2):
+        kind, message = label[2], label[3]
+        spans = blocks if message is None else actions
+        whose = _of(kind, message, blocks, actions, sent.start, waited.start)
+        if whose is None:
             continue
-        overlap = Overlap(kind, of.phase, of.block, tuple(span.block for span in beside))
-        if sent.start not in carried:
-            seen.append(ObservedFlight(overlap, None, None))
-            continue
-        carried_us, exposed_us = carried[sent.start]
-        seen.append(ObservedFlight(overlap, carried_us / 1e6, (exposed_us if on_gpu else waited.elapsed_us()) / 1e6))
+        beside = (span.work for span in spans if span.mostly_within(sent.start, waited.start))
+        carried_us, exposed_us = carried.get(sent.start, (None, None))
+        if not on_gpu and (carried_us is not None or message is not None):
+            exposed_us = waited.elapsed_us()
+        seen.append(ObservedFlight(Overlap(kind, *whose, tuple(beside)), _in_s(carried_us), _in_s(exposed_us)))
     return seen
 
 
-def _spans(events: Sequence[Any]) -> list[_Span]:
+def _of(
+    kind: str, message: str | None, blocks: Sequence[_Span], actions: Sequence[_Span], sent: float, waited: float
+) -> tuple[Phase, Work | None] | None:
+    """In which direction a flight is, and of what; ``None``: of what is not known."""
+    if message is not None:
+        found = _action(*re.findall(r"-?\d+|[FB]", message))
+        return "forward" if found.kind == "F" else "backward", found
+    # Gathers belong to the block that waits for them, reductions to the one that sends them.
+    moment = waited if kind == "all_gather" else sent
+    if (span := _at(blocks, moment)) is not None:
+        return span.phase, span.work
+    return ("once", None) if actions and _at(actions, moment) is None else None
+
+
+def _action(stage: str, kind: str, micro_batch: str) -> Action:
+    return Action(int(stage), kind, int(micro_batch))
+
+
+def _in_s(us: float | None) -> float | None:
+    return None if us is None else us / 1e6
+
+
+def _blocks(events: Sequence[Any], operators: Sequence[float]) -> list[_Span]:
     """Blocks forward and backward, in the order in which they ran, with the moments of their operators."""
-    begun, backward, ran = dict[int, float](), list[tuple[int, float]](), list[tuple[int, Phase, float, float]]()
+    begun, ran = dict[int, float](), list[_Span]()
+    last: tuple[int, float] | None = None
+
+    def ends(at: float) -> None:
+        if last is not None:
+            ran.append(_span(last[0], "backward", last[1], at, operators))
+
     for event in events:
-        if (found := MARK.match(event.name)) is None:
+        at = event.time_range.start
+        if event.name == LAST or ((action := ACTION.match(event.name)) and action[4] == END):
+            ends(at)
+            last = None
+        elif (found := MARK.match(event.name)) is not None:
+            block, what = int(found[1]), found[2]
+            if what == FORWARD:
+                begun[block] = at
+            elif what == ENDS:
+                ran.append(_span(block, "forward", begun[block], at, operators))
+            elif last is None or block < last[0]:
+                ends(at)
+                last = block, at
+    return ran
+
+
+def _actions(events: Sequence[Any], operators: Sequence[float]) -> list[_Span]:
+    """Actions in the order in which they ran; one that computes nothing is where it begins."""
+    ran, begin = list[_Span](), 0.0
+    for event in events:
+        if (found := ACTION.match(event.name)) is None:
             continue
-        block, what, at = int(found[1]), found[2], event.time_range.start
-        if what == FORWARD:
-            begun[block] = at
-        elif what == ENDS:
-            ran.append((block, "forward", begun[block], at))
-        elif not backward or block < backward[-1][0]:
-            backward.append((block, at))
-    over = [event.time_range.start for event in events if event.name == LAST]
-    ends = [*(at for _, at in backward[1:]), *over[-1:]]
-    ran += [(block, "backward", at, end) for (block, at), end in zip(backward, ends, strict=False)]
-    operators = [*_operators(events)]
-    return [
-        _Span(block, phase, begin, end, tuple(operators[bisect(operators, begin) : bisect(operators, end)]))
-        for block, phase, begin, end in ran
-    ]
+        at, action = event.time_range.start, _action(*found.groups()[:3])
+        if found[4] == BEGIN:
+            begin = at
+            continue
+        span = _span(action, "forward" if action.kind == "F" else "backward", begin, at, operators)
+        ran.append(span if span.operators else replace(span, operators=(begin,)))
+    return ran
+
+
+def _span(work: Work, phase: Phase, begin: float, end: float, operators: Sequence[float]) -> _Span:
+    return _Span(work, phase, begin, end, tuple(operators[bisect(operators, begin) : bisect(operators, end)]))
 
 
 def _operators(events: Sequence[Any]) -> Iterator[float]:
     """When operators that compute began: those of threads that carry collectives, and of collectives, are others."""
     carrying = {event.thread for event in events if CARRIER[False].match(event.name)}
+    carrying -= {event.thread for event in events if MARK.match(event.name)}  # which exchange messages
     until = 0.0
     for event in events:
         if COMMUNICATING.search(event.name) or LABEL.match(event.name):
@@ -120,7 +172,7 @@ def _carried(events: Sequence[Any], on_gpu: bool) -> dict[float, tuple[float, fl
         [each for each in events if _is_kernel(each) and not CARRIER[True].match(each.name)] if on_gpu else []
     )
     computing = _union([each.time_range for each in is_computing])
-    sent = [e.time_range for e in events if (label := LABEL.match(e.name)) and label[3] == SENT]
+    sent = [e.time_range for e in events if (label := LABEL.match(e.name)) and label[4] == SENT]
     found: dict[float, tuple[float, float]] = {}
     for each in carried_collectives(events, on_gpu):
         called, carrier = each.called, each.range

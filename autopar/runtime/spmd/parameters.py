@@ -248,13 +248,14 @@ class _Gather(torch.autograd.Function):
         for form, grad, rows in zip(ctx.forms, grads, every.split(sizes, 1), strict=True):
             form.fill(rows, grad)
         reduced = every.new_empty(sum(sizes))
-        reduce = partial(reduce_scatter, reduced, every.view(-1), group=ctx.axis, async_op=found is not None)
-        work = reduce() if found is None else Flight("reduce_scatter", reduce)
+        work: Any = Flight(
+            "reduce_scatter", partial(reduce_scatter, reduced, every.view(-1), group=ctx.axis, async_op=True)
+        )
         own = reduced if reduced.dtype == ctx.like.dtype else ctx.like.new_empty(sum(sizes))
         work = work if own is reduced else _Rounded(work, reduced, own)
         if found is not None:
             found[0].sent.put(work, every)
-        elif own is not reduced:
+        else:
             work.wait()
         parts = (part.view(form.part) for part, form in zip(own.split(sizes), ctx.forms, strict=True))
         return None, None, None, None, *(None if g is None else part for part, g in zip(parts, grads, strict=True))
@@ -315,7 +316,7 @@ class _SumGradients(torch.autograd.Function):
         if found is None:
             flat = _joined(terms)
             wide = flat.to(ctx.reduce_dtype) if is_wide else flat
-            dist.all_reduce(wide, group=ctx.axis)
+            Flight("all_reduce", partial(dist.all_reduce, wide, group=ctx.axis, async_op=True)).wait()
             if is_wide:
                 flat.copy_(wide)
         else:

@@ -26,7 +26,7 @@ from planner.formulation.training import Activations, Training
 from planner.formulation.unsharding import PER_STEP, Unsharding
 from planner.ir.layout import Mesh
 from planner.plan.document.account import account
-from planner.plan.document.block_seconds import BlockOccurrence, block_seconds
+from planner.plan.document.block_seconds import BlockOccurrence, block_seconds, micro_batch_seconds
 from planner.plan.document.detail import Account
 from planner.plan.document.rebinding import Change, Rebinding
 from planner.plan.timeline import StepTimeline, predicted, whole_step
@@ -280,7 +280,7 @@ class Document:
 
     @property
     def block_seconds(self) -> list[BlockSeconds]:
-        """What every instance of a block takes, forward and backward, of a step without micro-batches.
+        """What every instance of a block takes, forward and backward, of a step or of each micro-batch.
 
         Raises:
             PlanError: it was read from a file without details.
@@ -290,8 +290,21 @@ class Document:
                 f"this plan was read from a file that does not say what its operators take: price it with {EVALUATE}, "
                 "and ask the plan that returns"
             )
-        blocks = [BlockOccurrence(block.name, block.at, block.recompute, block.keeps) for block in self.blocks]
-        return block_seconds(blocks, self.account, self.parameters, self.predicted.time_s)
+        blocks = [BlockOccurrence(block.name, block.at, self._levels(block), block.keeps) for block in self.blocks]
+        if self.pipeline is None:
+            return block_seconds(blocks, self.account, self.parameters, self.predicted.time_s)
+        if self.times is None:
+            raise PlanError(f"this plan does not say what its stages take: price it with {EVALUATE}")
+        how = self.pipeline.unsharding.of_step(micro_batched=True, on_device=self.offload == "none")
+        return micro_batch_seconds(blocks, self.account, self.parameters, self.times, self.pipeline.bounds, how)
+
+    def _levels(self, block: BlockPlan) -> list[str]:
+        """At which level each instance of a block recomputes; empty: it keeps everything."""
+        if self.pipeline is not None:
+            at = {number: level for level, numbers in self.pipeline.recompute.items() for number in numbers}
+            return [at.get(number, "") for number in block.at]
+        first = [level for level, count in block.recompute.items() for _ in range(count)]
+        return first + [""] * (len(block.at) - len(first))
 
     @property
     def times(self) -> MicroBatchTimes | None:

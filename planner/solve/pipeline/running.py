@@ -78,6 +78,29 @@ def every_action(schedule: Schedule, rank: int) -> list[Running]:
     return [*_RankActions(schedule, rank).run()]
 
 
+class MessageFlight(NamedTuple):
+    """A message of a rank that is on its way.
+
+    Attributes:
+        message: the action that waits for it.
+        is_sent: by this rank; else received.
+        beside: the actions of the rank that run meanwhile; none: it is waited for at once.
+    """
+
+    message: Action
+    is_sent: bool
+    beside: tuple[Action, ...]
+
+
+def message_flights(schedule: Schedule, rank: int) -> list[MessageFlight]:
+    """Every message that a rank exchanges with others in a step."""
+    actions = _RankActions(schedule, rank)
+    for _ in actions.run():
+        pass
+    actions.close()
+    return actions.flights
+
+
 def _fullest(every: Iterable[Running]) -> Iterator[Running]:
     """Those besides which no other one of the same action holds more of anything."""
     groups = defaultdict[object, dict[Running, None]](dict)
@@ -126,6 +149,9 @@ class _RankActions:
         self.aside: set[Action] = set()
         self.sent: set[Action] = set()
         self.now = Counter[tuple[Message, bool]]()
+        self.done = 0
+        self.begun: dict[tuple[Action, bool], int] = {}
+        self.flights: list[MessageFlight] = []
 
     def run(self) -> Iterator[Running]:
         """What is there beside each action."""
@@ -150,11 +176,20 @@ class _RankActions:
             is_first = kind in "BW" and not added[mine]
             gradients = tuple(map(bool, added))
             yield Running(stage, kind, is_first, tuple(counts), tuple(parted), gradients, messages)
+            self.done += 1
             counts[mine] += kind in "FI"
             parted[mine] += kind == "I"
             added[mine] += kind in "BW"
             if kind != "W" and (stage < self.last if kind == "F" else stage > 0):
                 self._put(Action(stage + 1 if kind == "F" else stage - 1, way, number))
+
+    def close(self) -> None:
+        """The step is over: what is still coming is for the next one, and what was sent is let go."""
+        for sender in self.expected:
+            while sender in self.coming:
+                self._arrive(sender)
+        for message in [*self.sent]:
+            self._let_go(message)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -183,6 +218,7 @@ class _RankActions:
     def _receive(self, sender: int) -> None:
         if self.expected[sender]:
             self.coming[sender] = self.expected[sender].popleft()
+            self.begun[self.coming[sender][0], False] = self.done
             self._count(self.coming[sender][0], False, 1)
 
     def _take(self, message: Action) -> None:
@@ -191,14 +227,22 @@ class _RankActions:
             self._let_go(message)
             return
         while message not in self.aside:
-            come, taken = self.coming.pop(sender)
-            self._count(come, False, -1)
-            for each in taken:
-                self._let_go(each)
-            self._set_aside(come)
-            self._receive(sender)
+            self._arrive(sender)
         self.aside.discard(message)
         self._count(message, False, -1)
+
+    def _arrive(self, sender: int) -> None:
+        come, taken = self.coming.pop(sender)
+        self._end(come, False)
+        self._count(come, False, -1)
+        for each in taken:
+            self._let_go(each)
+        self._set_aside(come)
+        self._receive(sender)
+
+    def _end(self, message: Action, is_sent: bool) -> None:
+        beside = self.row[self.begun.pop((message, is_sent)) : self.done]
+        self.flights.append(MessageFlight(message, is_sent, beside))
 
     def _set_aside(self, message: Action) -> None:
         self.aside.add(message)
@@ -206,11 +250,15 @@ class _RankActions:
 
     def _put(self, message: Action) -> None:
         self.sent.add(message)
+        if self.home[message.stage] != self.rank:
+            self.begun[message, True] = self.done
         self._count(message, True, 1)
 
     def _let_go(self, message: Action) -> None:
         if message in self.sent:
             self.sent.discard(message)
+            if (message, True) in self.begun:
+                self._end(message, True)
             self._count(message, True, -1)
 
     def _count(self, message: Action, is_sent: bool, more: int) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from autopar.driver.plan import assign
+from autopar.driver.plan import assign, staged
 from autopar.driver.trace import trace
 from autopar.emit.build import build
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.pipeline import p2p
 from autopar.runtime.spmd import parameters, prefetch_gather
 from autopar.runtime.spmd.interface import LeafSpec
-from autopar.runtime.spmd.mesh import device_mesh, part_of
+from autopar.runtime.spmd.mesh import device_mesh, part_of, pipeline_mesh
 from autopar.verification.simulator import fake_process_group
-from planner.analysis.overlaps import ObservedFlight, Overlap, overlaps
+from planner.analysis.overlaps import ObservedFlight, Overlap, overlaps, scheduled_overlaps
 from planner.plan.overlap_comparison import compare_overlaps
 from tests.autopar.runtime.test_gather import WIDTH, Residuals, planned
 
@@ -71,6 +73,94 @@ def test_what_is_planned_is_what_a_trace_shows(pin: Mapping[str, Any], form: Map
     expected, step = traced(pin, Residuals(**form))
     assert Counter(each.overlap for each in step) == Counter(expected)
     assert any(each.beside for each in expected)
+
+
+def scheduled(
+    pin: Mapping[str, Any], form: Mapping[str, int], ranks: int = 1
+) -> list[tuple[list[Overlap], list[ObservedFlight]]]:
+    """The same of every rank of a micro-batched step; what they receive is not what others send."""
+    torch.manual_seed(0)
+    model, x, made = Residuals(**form), torch.randn(16, WIDTH), []
+    found, plan = trace(model, (x,)), planned(model, x, **pin)
+    assignment, step = staged(plan, assign(found, plan))
+    assert step is not None
+    whole, mesh = dict(model.named_parameters()), plan.mesh.micro_batched(1)
+
+    def make_part(leaf: LeafSpec) -> torch.Tensor:
+        return part_of(whole[leaf.name].detach(), leaf.layout, mesh, 0).clone()
+
+    for rank in range(ranks):
+        with fake_process_group(mesh.size * ranks, mesh.size * rank):
+            devices, pipeline = pipeline_mesh(mesh, "cpu", ranks)
+            own = replace(step, pipeline=pipeline)
+            module = build(model, found.captured, assignment, devices, 0, make_part, 0, own)
+            part = module.shard((x,))[0]
+            with module.observe():
+                for _ in range(2):
+                    module(part)[0].backward()
+        assert module._seen is not None
+        (seen,) = module._seen.overlaps
+        expected = scheduled_overlaps(assignment, own.schedule, own.bounds, None if ranks == 1 else rank)
+        made.append((expected, seen))
+    return made
+
+
+MICRO: Mapping[str, Any] = {"micro_batches": 4, "recompute": "none", "data": 2}
+
+
+@pytest.mark.parametrize("pin", [
+    {**MICRO, "zero": 0},
+    {**MICRO, "zero": 2},
+    {**MICRO, "zero": 3, "recompute": "full"},
+    {**MICRO, "zero": 3, "recompute": "full", "replicate": 2},
+], ids=str)  # fmt: skip
+def test_what_micro_batches_are_planned_to_do_is_what_a_trace_shows(pin: Mapping[str, Any]) -> None:
+    ((expected, step),) = scheduled(pin, {"frozen": 1, "shifted": 1, "beside": 1})
+    assert Counter(each.overlap for each in step) == Counter(expected)
+    assert any(each.beside for each in expected) == ("recompute" in pin and pin["recompute"] == "full")
+
+
+PIPELINE: Mapping[str, Any] = {"micro_batches": 4, "recompute": "none", "pipeline": 2}
+ONE_F_ONE_B = {**PIPELINE, "schedule": "1f1b"}
+
+
+@pytest.mark.parametrize("pin", [
+    ONE_F_ONE_B,
+    {**PIPELINE, "schedule": "interleaved_1f1b", "virtual_stages": 2},
+    {**PIPELINE, "schedule": "zero_bubble", "virtual_stages": 1},
+    {**PIPELINE, "schedule": "2bw"},
+    {**ONE_F_ONE_B, "data": 2, "zero": 3, "recompute": "full"},
+], ids=str)  # fmt: skip
+def test_what_a_pipeline_is_planned_to_do_is_what_a_trace_shows(pin: Mapping[str, Any]) -> None:
+    for expected, step in scheduled(pin, {}, ranks=2):
+        assert Counter(each.overlap for each in step) == Counter(expected)
+        assert any(each.kind == "send" and each.beside for each in expected)
+
+
+def test_messages_that_are_waited_for_at_once_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: the first of two ranks runs two forwards, and then backward and forward in turn."""
+    put, receive = p2p.RankLinks.put, p2p.RankLinks._receive
+
+    def put_and_wait(links: p2p.RankLinks, message: p2p.Message, tensors: Any) -> None:
+        put(links, message, tensors)
+        links._let_go(message)
+
+    def receive_and_wait(links: p2p.RankLinks, sender: int) -> None:
+        receive(links, sender)
+        if sender in links._coming:
+            links._put_aside(sender)
+
+    expected, step = scheduled(ONE_F_ONE_B, {}, ranks=2)[0]
+    sends = {str(each.of): [*map(str, each.beside)] for each in expected if each.kind == "send"}
+    assert sends == {"1F0": ["0F1"], "1F1": ["0B0", "0F2"], "1F2": ["0B1", "0F3"], "1F3": ["0B2"]}
+    for name, fault, kind in (("put", put_and_wait, "send"), ("_receive", receive_and_wait, "receive")):
+        with monkeypatch.context() as patch:
+            patch.setattr(p2p.RankLinks, name, fault)
+            expected, step = scheduled(ONE_F_ONE_B, {}, ranks=2)[0]
+        (row,) = (each for each in compare_overlaps(expected, [step], {}, None) if each.kind == kind)
+        assert (row.planned, row.observed, len(row.differing)) == (4, 0, 4)
+        if kind == "send":
+            assert row.differing[1] == "of 1F1: planned beside 0B0+0F2, observed beside none"
 
 
 def test_by_hand() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,21 @@ def test_runs_that_were_priced_otherwise_are_not_mixed(plan: Plan) -> None:
         recalibrated([first, Comparison(recalibrated([first]), first.rows, first.memory)])
 
 
-def test_micro_batched_steps_are_refused() -> None:
-    plan = plan_of(residual_mlp(6), pin={"pipeline": 2, "micro_batches": 2})
-    with pytest.raises(PlanError, match=r"pmodel.timeline\(\)"):
-        compare(plan, {}, {}, {})
+@pytest.mark.parametrize("pin", [
+    {"pipeline": 2, "micro_batches": 2, "recompute": "full"},
+    {"pipeline": 1, "data": 4, "zero": 3, "micro_batches": 2, "recompute": "none"},
+], ids=str)  # fmt: skip
+def test_blocks_of_a_micro_batch_take_together_what_their_stages_do(pin: dict[str, object]) -> None:
+    plan = plan_of(residual_mlp(6), pin=pin)
+    assert plan.pipeline is not None and plan.times is not None
+    blocks = {each.number: each for each in plan.block_seconds}
+    for stage, (low, high) in enumerate(pairwise(plan.pipeline.bounds)):
+        backward_s = sum(sum(blocks[number].backward.values()) for number in range(low, high))
+        assert backward_s == pytest.approx(plan.times.input_s[stage] + plan.times.weight_s[stage], rel=1e-9)
+    forward_s = sum(sum(each.forward.values()) for each in blocks.values())  # each the mean of its kind
+    assert forward_s == pytest.approx(sum(plan.times.forward_s), rel=1e-9)
+    seen = {(number, "forward"): [2 * sum(each.forward.values())] for number, each in blocks.items()}
+    comparison = compare(plan, seen, {}, {}, actions={(0, "F"): [2 * plan.times.forward_s[0]]})
+    assert all(row.off == pytest.approx(1.0) for row in comparison.rows)
+    assert {row.work for row in comparison.rows} == {"compute", "action"}
+    assert {pair.work for pair in comparison.pairs} == {"compute"}
