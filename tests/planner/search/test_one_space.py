@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from planner.analysis.memory import usage
 from planner.analysis.pipeline.chain import chain_of
 from planner.analysis.pipeline.staged import price
+from planner.cost.cluster import Host
 from planner.formulation.assignment import assignment_of
+from planner.search import offload_bound, offload_search
+from planner.search.branch_and_bound import Searched
 from planner.solve.pipeline.stages import evaluate
 from planner.solve.problem import evaluate as cost_of
 from tests.planner.search import one_space
 from tests.planner.search.brute_force import BruteForce, Parts, Whole, best_of
+from tests.planner.search.brute_force_offload import best_offloaded
 from tests.planner.search.one_space import Case, Tally, check, drawn
 
 SEEDS = (34, 36, 46, 69, 74, 98, 101, 123, 127, 206, 290, 370)
@@ -42,11 +48,39 @@ def test_what_a_search_says_is_what_brute_force_says(seed: int) -> None:
     assert tally.unfound <= (seed == 206)
 
 
+@pytest.mark.parametrize("seed", [1484, 3140])
+def test_no_offloaded_step_is_predicted_shorter_than_is_proved(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    proved = list[float]()
+
+    def least_step_s(*args: Any) -> float:
+        proved.append(offload_bound.least_step_s(*args))
+        return proved[-1]
+
+    monkeypatch.setattr(offload_search, "least_step_s", least_step_s)
+    rng = random.Random(seed)
+    graph, _ = one_space.random_model(rng)
+    devices, rates = rng.choice(one_space.DEVICES), [10 ** rng.uniform(7, 10) for _ in range(2)]
+    host = Host(memory_bytes=one_space.AMPLE, link_bytes_per_s=rates[0], memory_bandwidth_bytes_per_s=rates[1])
+    cluster = one_space.with_memory(one_space.random_cluster(rng, devices), one_space.AMPLE)
+    cluster = cluster.model_copy(update={"host": host})
+    alone = one_space.in_one_piece(graph, cluster, folding=True)
+    assert alone is not None
+    limits = None, int(alone.evaluation.peak_bytes * rng.uniform(0.5, 0.95))
+    for limit, (home, pinned) in itertools.product(limits, one_space.PINS.items()):
+        limited = one_space.within(cluster, limit)
+        best, found = best_offloaded(graph, limited, home), one_space.searched(graph, limited, pinned)
+        assert isinstance(found, Searched)
+        assert 0.1 * best.time_s < proved[-1] <= best.time_s * (1 + one_space.EXACT)
+        assert found.bound_s == pytest.approx(min(proved[-1], found.planned_step_s))
+        assert found.planned_step_s >= best.time_s * (1 - one_space.EXACT)
+
+
 def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound that is too high by a hundred-thousandth, and a plan that is not the best."""
     case = replace(case_of(38), limits=(None,))
     best = best_of(case.brute.optima(None))
     honest = one_space.searched(case.graph, case.cluster)
+    assert isinstance(honest, Searched)
     rows = honest.candidates
 
     def said(off: float = 0.0, **changes: object) -> set[str]:
