@@ -17,25 +17,39 @@ from planner.formulation.decisions import DecisionGraph
 from planner.formulation.resharding import local_bytes
 from planner.formulation.search_space import Space
 from planner.ir.layout import Layout
+from planner.search.branch_and_bound import ParallelConfigs
 from planner.search.parallel_config import Arithmetic, ParallelConfig
 from planner.search.pipeline_bounds import PipelineBounds
 from planner.search.search_context import SearchContext
+from planner.search.unfolding import may_differ, unfolded
 
 WAITING = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
 """Prices that are tried on what forward saves, in parts of the seconds that its bytes take to leave the device."""
 
 
-def least_step_s(context: SearchContext, decision_graph: DecisionGraph, configs: Iterable[ParallelConfig]) -> float:
-    """Seconds below which no step of any plan of these configurations is predicted, offloaded as the context says."""
+def least_step_s(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> float:
+    """Seconds below which no step of any plan of these configurations is predicted, offloaded as the context says.
+
+    Equal blocks may differ where they may in the search: in small models, without micro-batches.
+    """
     training = replace(context.training, hides_transfers=True, activations=0)
-    hidden = context.anew(training=training, spare_bytes=0, formulated={})
-    arithmetic, schedule = Arithmetic(decision_graph, context.cost, training), context.pins.schedule
+    alike = context.anew(training=training, spare_bytes=0, formulated={})
+    least_s = _least_of_all_s(alike, decision_graph, configs.micro_batched)
+    if not may_differ(decision_graph.folded):
+        return min(least_s, _least_of_all_s(alike, decision_graph, configs.plain))
+    apart = alike.apart(decision_graph.blocks.numbers)
+    return min(least_s, _least_of_all_s(apart, unfolded(decision_graph), configs.plain))
+
+
+def _least_of_all_s(context: SearchContext, decision_graph: DecisionGraph, configs: Iterable[ParallelConfig]) -> float:
+    """The same of plans that decide on this graph; infinite where there are no configurations."""
+    arithmetic, schedule = Arithmetic(decision_graph, context.cost, context.training), context.pins.schedule
     by_work = sorted(((arithmetic.bound_s(config, schedule), config) for config in configs), key=lambda each: each[0])
     least_s = math.inf
     for work_s, config in by_work:
         if work_s >= least_s or context.is_late():
             return min(work_s, least_s)
-        least_s = min(least_s, max(work_s, _least_s(hidden, hidden.bounds(decision_graph, config))))
+        least_s = min(least_s, max(work_s, _least_s(context, context.bounds(decision_graph, config))))
     return least_s
 
 

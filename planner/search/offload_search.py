@@ -54,7 +54,7 @@ def search_offload(context: SearchContext, decision_graph: DecisionGraph, config
         _check_blocks(context.pins, len(decision_graph.folded.instances))
         found = _planned(context, decision_graph, configs)
         _check_leaving(found, context.pins)
-    return found.of_planned_step(least_step_s(context, decision_graph, (*configs.plain, *configs.micro_batched)))
+    return found.of_planned_step(least_step_s(context, decision_graph, configs))
 
 
 def _planned(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:

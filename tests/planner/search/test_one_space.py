@@ -17,12 +17,16 @@ import pytest
 from planner.analysis.memory import usage
 from planner.analysis.pipeline.chain import chain_of
 from planner.analysis.pipeline.staged import price
-from planner.cost.cluster import Host
+from planner.cost.cluster import ClusterSpec, Host
 from planner.formulation.assignment import assignment_of
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
 from planner.search import offload_bound, offload_search
 from planner.search.branch_and_bound import Searched
+from planner.search.search import search
 from planner.solve.pipeline.stages import evaluate
 from planner.solve.problem import evaluate as cost_of
+from tests.planner.plans import Build
 from tests.planner.search import one_space
 from tests.planner.search.brute_force import BruteForce, Parts, Whole, best_of
 from tests.planner.search.brute_force_offload import best_offloaded
@@ -73,6 +77,21 @@ def test_no_offloaded_step_is_predicted_shorter_than_is_proved(seed: int, monkey
         assert 0.1 * best.time_s < proved[-1] <= best.time_s * (1 + one_space.EXACT)
         assert found.bound_s == pytest.approx(min(proved[-1], found.planned_step_s))
         assert found.planned_step_s >= best.time_s * (1 - one_space.EXACT)
+
+
+def test_no_offloaded_step_of_equal_blocks_that_differ_is_predicted_shorter_than_is_proved() -> None:
+    """Linears split by columns and by rows in turn communicate less than any way to run all of them alike."""
+    b = Build()
+    value = b.leaf("x", 8, 512)
+    for number in range(4):
+        value = b.linear(f"linear{number}", value, 512, f"layers.{number}")
+    cluster = ClusterSpec.local(2, "1 GiB", cores=2, host_memory_bytes="4 GiB")
+    assert cluster.host is not None
+    fast = cluster.host.model_copy(update={"link_bytes_per_s": 1e12, "memory_bandwidth_bytes_per_s": 1e12})
+    pins = {"tensor": 2, "offload": "host", "pipeline": 1, "micro_batches": 1, "recompute": "none"}
+    found = search(b.mean(value), cluster.model_copy(update={"host": fast}), Pins.parse(pins), Training())
+    assert len(found.best.space.folded.kinds) > 1
+    assert 0.9 * found.planned_step_s < found.bound_s <= found.planned_step_s
 
 
 def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
