@@ -33,13 +33,13 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a plan's step costs by two ways of counting, and what is proved about it.
+    """What a plan's step costs by two ways of counting, and what the search proved about it.
 
     Attributes:
         objective_s, peak_bytes: on the folded problem; bytes are those of all stages of a pipeline together.
         unfolded_s, unfolded_bytes: of the same decisions on the unfolded graph.
         decisions, edges: how many of each were priced there.
-        bound_s: no plan is faster.
+        bound_s: no plan is faster, as the search proved.
         of: what was priced, where that is not a whole step; else empty.
         without: what a step takes beside that, which was simulated and not priced here.
         step_s: of the whole step as predicted, which the bound is of; 0 where the objective is all of it.
@@ -68,7 +68,10 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether both ways of counting agree, to rounding, and no bound is broken."""
+        """Whether both ways of counting agree, to rounding, and the bound is not above the step that it is of.
+
+        That no other plan is below the bound, the search proves: no other plan is priced here.
+        """
         rounding = ROUNDING * max(self.objective_s, self.unfolded_s)
         exact = abs(self.difference_s) <= rounding and self.difference_bytes == 0
         return exact and self.bound_s <= max(self.objective_s, self.step_s) + rounding
