@@ -209,4 +209,5 @@ def _figures(document: Document) -> Iterator[str]:
         yield "rebound, and compared with no other"
     else:
         limited = f" {document.limited}" if document.limited else ""
-        yield f"within {max(search.gap * 100, 0.01):.2g} % of {best}{limited}"
+        percent = max(search.gap * 100, 0.01)
+        yield f"within {percent:{'.0f' if percent >= 10 else '.2g'}} % of {best}{limited}"
