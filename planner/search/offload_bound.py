@@ -9,6 +9,7 @@ it stays, or has left by the end of that forward.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -32,13 +33,17 @@ def least_step_s(context: SearchContext, decision_graph: DecisionGraph, configs:
 
     Equal blocks may differ where they may in the search: in small models, without micro-batches.
     """
+    before = time.monotonic()
+    context.say("proving what steps take at least, whatever moves when")
     training = replace(context.training, hides_transfers=True, activations=0)
-    alike = context.anew(training=training, spare_bytes=0, formulated={})
-    least_s = _least_of_all_s(alike, decision_graph, configs.micro_batched)
-    if not may_differ(decision_graph.folded):
-        return min(least_s, _least_of_all_s(alike, decision_graph, configs.plain))
-    apart = alike.apart(decision_graph.blocks.numbers)
-    return min(least_s, _least_of_all_s(apart, unfolded(decision_graph), configs.plain))
+    alike = apart = context.anew(training=training, spare_bytes=0)
+    instances = decision_graph
+    if may_differ(decision_graph.folded):
+        apart, instances = alike.apart(decision_graph.blocks.numbers), unfolded(decision_graph)
+    micro_batched_s = _least_of_all_s(alike, decision_graph, configs.micro_batched)
+    least_s = min(micro_batched_s, _least_of_all_s(apart, instances, configs.plain))
+    context.took("solve", before)
+    return least_s
 
 
 def _least_of_all_s(context: SearchContext, decision_graph: DecisionGraph, configs: Iterable[ParallelConfig]) -> float:
@@ -73,6 +78,8 @@ def _least_s(context: SearchContext, bounds: PipelineBounds) -> float:
     parameters, found = _parameters(space), list[float]()
     prices = {each.saves_s / each.bytes for ways, _ in parameters for each in ways if each.saves_s > 0.0}
     for waiting in WAITING if space.stages == 1 else WAITING[:1]:
+        if found and context.is_late():
+            break
         byte_s = waiting / evict_bytes_per_s
         moving_s = bounds.moving_s(byte_s, evict_bytes_per_s, room_bytes) if waiting else bounds.free_s
         for price in (0.0, *prices):

@@ -89,7 +89,9 @@ def test_no_offloaded_step_of_equal_blocks_that_differ_is_predicted_shorter_than
     assert cluster.host is not None
     fast = cluster.host.model_copy(update={"link_bytes_per_s": 1e12, "memory_bandwidth_bytes_per_s": 1e12})
     pins = {"tensor": 2, "offload": "host", "pipeline": 1, "micro_batches": 1, "recompute": "none"}
-    found = search(b.mean(value), cluster.model_copy(update={"host": fast}), Pins.parse(pins), Training())
+    spec, told = cluster.model_copy(update={"host": fast}), list[str]()
+    found = search(b.mean(value), spec, Pins.parse(pins), Training(), progress=told.append)
+    assert told[-1].startswith("proving what steps take at least")
     assert len(found.best.space.folded.kinds) > 1
     assert 0.9 * found.planned_step_s < found.bound_s <= found.planned_step_s
 
