@@ -9,8 +9,9 @@ def of_version_2(data: dict[str, Any]) -> dict[str, Any]:
     """A document of version 2 as one of version 3, which says some things in the words of the field.
 
     ``timetable`` became ``transfer_schedule``, ``turns`` of a prediction ``micro_batch_times``, and candidates that
-    were ``bounded away`` are ``pruned``. What was proved of a plan with a transfer schedule was of the search's own cost, so nothing is
-    proved of the step that is predicted. Everything else is left as it is, right or wrong, for the reader to judge.
+    were ``bounded away`` are ``pruned``. What was proved of a plan with a transfer schedule was of the search's own
+    cost, so nothing is proved of its step as predicted. Everything else is left as it is, right or wrong, for the
+    reader to judge.
     """
     found = _renamed(data, "timetable", "transfer_schedule")
     if isinstance(found.get("predicted"), dict):
