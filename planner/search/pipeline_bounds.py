@@ -46,7 +46,7 @@ APART = 4e-3
 MIXES = 8
 """So many mixes of what is behind work as if it were, and as if it were not, are tried."""
 ENTRIES_OF_PROOF = 5_000_000
-"""Entries of a table at most where a bound is to be proved, after few choices are left."""
+"""Entries of a table at most where a bound is to be proved, once choices that are too slow are dropped."""
 OVER = 30.0
 """Price of a device's memory beyond what there is, in steps."""
 
@@ -182,8 +182,6 @@ class PipelineBounds:
         """The same, with fewer choices from then on."""
         part, ranks = self._part(paths.pipeline.micro_batches), paths.pipeline.ranks
         self._is_multiple = part != 1.0
-        if is_proof:
-            self._entries, self._tree = ENTRIES_OF_PROOF, None
         if self.costs.kept is not None and self.limit_bytes is not None and not self._is_multiple:
             self.costs, self._tree = self.costs.fitting(self.limit_bytes), None
         if self.costs.kept is None:
@@ -192,6 +190,8 @@ class PipelineBounds:
         bound_s, met = max(self.free_s, waiting_s), [*dict.fromkeys((*self.choices, *self._used))]
         if bound_s >= enough_s or self.costs.kept is None:
             return PipelineBound(enough_s, self.choices)
+        if is_proof:
+            self._entries, self._tree = ENTRIES_OF_PROOF, None
         master = self._master(paths, part, self.limit_bytes)
         new = met
         for number in range(ROUNDS):

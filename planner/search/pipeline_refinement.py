@@ -24,8 +24,8 @@ STEP = 1.02
 """Limits that are tried are its powers, so that more memory tries what less did."""
 LOWER = (0, 1, 2, 4, 8, 16)
 """So many powers below the limit are tried, until one fits, since a rank may hold more than the typical one."""
-LEAST_S, PART = 1.0, 0.1
-"""Seconds that each of them may take, or this part of those that the search took, if that is more."""
+LEAST_S, PART = 2.0, 0.1
+"""Seconds that solving them may take for a space, or this part of those that the search took, if that is more."""
 
 
 def refined(context: SearchContext, best: Incumbent, bound_s: float) -> Incumbent:
@@ -53,16 +53,15 @@ def _refine(context: SearchContext, space: Space, config: ParallelConfig, best: 
         if not context.is_late() and evaluate(problem, choices).time_s < best.evaluation.time_s:
             best = _faster(best, _cut(context, space, config, choices))
     highest = math.floor(math.log(max(1, context.limit_bytes), STEP))
-    most_s = max(LEAST_S, PART * sum(context.seconds.values()))
+    until = min(context.deadline, time.monotonic() + max(LEAST_S, PART * sum(context.seconds.values())))
     for amount in dict.fromkeys(ends):
         problem, tried = held.problem(None, amount), set[tuple[int, ...]]()
         for lower in LOWER:
-            left_s = context.deadline - time.monotonic()
+            left_s = until - time.monotonic()
             limited = replace(problem, limit_bytes=math.floor(STEP ** (highest - lower)))
             if left_s <= 0:
                 return best
-            limit_s, cutoff_s = min(left_s, most_s), best.evaluation.time_s
-            choices = solve(limited, time_limit_s=limit_s, cutoff_s=cutoff_s, least_memory=False).choices
+            choices = solve(limited, time_limit_s=left_s, cutoff_s=best.evaluation.time_s, least_memory=False).choices
             cut = None if choices in tried else _cut(context, space, config, choices)
             best = _faster(best, cut)
             if cut is not None or not choices:

@@ -60,7 +60,8 @@ def search(
     A mesh that is not pinned has up to ``max_axes`` axes, at most three, along the levels of the cluster; what is
     proved is proved of these. With three an operator has up to a thousand ways to run, and to bound a mesh takes about
     ten times as long as with two.
-    The same graph, cluster and pins give the same plan in every process, unless the time limit cuts the search short.
+    The same graph, cluster and pins give the same plan in every process, unless the time limit cuts the search short or
+    a gap is left: how long the best plan is refined then goes by time.
 
     Args:
         gap: what is bounded is not searched where no plan can be faster by more than this part of the best plan's time.

@@ -66,7 +66,7 @@ PATHS = 60
 FRONT = 400
 """Ways for a stage to save that are kept at most; with more, the tree proves nothing."""
 MOST_BLOCKS = 256
-"""Longer chains are cut between bundles of equal blocks first, in about so many."""
+"""Longer chains are cut between bundles of equal blocks in a row first, in about so many where they are long enough."""
 EFFORT = 3500
 """Work for moving blocks, and as much again for planes; the tree has what is left, or a quarter.
 
@@ -92,18 +92,11 @@ def cut(
     """
     check_chain(pipeline, chain)
     working_bytes = working_bytes or (0,) * pipeline.stages
-    bundles = _bundles(chain, pipeline.stages)
-    work = _Work(pipeline, [(bundle.as_one, 1) for bundle in bundles], limit_bytes, effort, working_bytes)
-    found = _Found(cutoff_s)
-    planes = _planes(work, found)
-    bound = max(planes.bound_s, bound_s(pipeline, chain))
-    if bound < found.step_s * (1 - TIE):
-        bound = max(bound, _tree(work, planes, found))
-    if len(bundles) < sum(count for _, count in chain):  # other cuts are between blocks of a bundle
-        bound = bound_s(pipeline, chain)
-        if found.cut is not None:
-            work = _Work(pipeline, chain, limit_bytes, effort, working_bytes)
-            found = _unbundled(work, bundles, found.cut, cutoff_s)
+    size = max(1, sum(count for _, count in chain) // max(MOST_BLOCKS, pipeline.stages))
+    work, found, bound = _cut(pipeline, chain, size, limit_bytes, cutoff_s, effort, working_bytes)
+    while found.cut is None and math.isinf(cutoff_s) and size > 1:  # what fits may be between blocks of a bundle
+        size //= 2
+        work, found, bound = _cut(pipeline, chain, size, limit_bytes, cutoff_s, effort, working_bytes)
     if found.cut is None or found.best_s >= cutoff_s:
         if cutoff_s < math.inf and bound < math.inf:
             return None
@@ -138,9 +131,33 @@ class _Bundle:
         )
 
 
-def _bundles(chain: Chain, stages: int) -> list[_Bundle]:
-    """A chain in bundles: of single blocks, unless there are very many; at least one for each stage."""
-    size = max(1, sum(count for _, count in chain) // max(MOST_BLOCKS, stages))
+def _cut(
+    pipeline: Pipeline,
+    chain: Chain,
+    size: int,
+    limit_bytes: int | None,
+    cutoff_s: float,
+    effort: int,
+    working_bytes: Sequence[int],
+) -> tuple[_Work, _Found, float]:
+    """What is found between bundles of ``size`` blocks, then block by block, and a bound of all cuts."""
+    bundles, found = _bundles(chain, size), _Found(cutoff_s)
+    coarse = chain if size == 1 else [(bundle.as_one, 1) for bundle in bundles]
+    work = _Work(pipeline, coarse, limit_bytes, effort, working_bytes)
+    planes = _planes(work, found)
+    bound = max(planes.bound_s, bound_s(pipeline, chain))
+    if bound < found.step_s * (1 - TIE):
+        bound = max(bound, _tree(work, planes, found))
+    if size > 1:  # other cuts are between blocks of a bundle
+        bound = bound_s(pipeline, chain)
+    if size > 1 and found.cut is not None:
+        work = _Work(pipeline, chain, limit_bytes, effort, working_bytes)
+        found = _unbundled(work, bundles, found.cut, cutoff_s)
+    return work, found, bound
+
+
+def _bundles(chain: Chain, size: int) -> list[_Bundle]:
+    """A chain in bundles of so many equal blocks, and what is left over of each kind."""
     wholes = ((block, count // size, count % size) for block, count in chain)
     return [_Bundle(block, each) for block, whole, rest in wholes for each in [size] * whole + [rest] * (rest > 0)]
 

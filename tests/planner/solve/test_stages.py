@@ -239,3 +239,22 @@ def test_very_many_blocks_are_cut_as_well_between_bundles(limit: int | None, mon
     assert (limit is None) or (any(one_by_one.savings) and max(bundled.rank_bytes) <= limit)
     assert bundled.bound_s <= one_by_one.step_s * (1 + 1e-9)
     assert bundled.step_s <= one_by_one.step_s * 1.005
+
+
+def test_what_fits_only_between_blocks_of_a_bundle_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = ChainBlock("block", 1.0, 1.0, 1.0, 5, (RematOption(0.0, 4),), 0.01, 2)
+    pipeline, chain = Pipeline("1f1b", 2, 4), [(block, 22)]
+
+    def said(limit: int) -> str:
+        try:
+            found = cut(pipeline, chain, limit)
+            assert found is not None and max(found.rank_bytes) <= limit
+            return "fits"
+        except InfeasibleError as error:
+            return f"{error} {error.excess_bytes}"
+
+    limits = range(100, 300, 3)
+    one_by_one = [said(limit) for limit in limits]
+    monkeypatch.setattr(partition, "MOST_BLOCKS", 3)
+    assert [said(limit) for limit in limits] == one_by_one
+    assert 5 < one_by_one.count("fits") < len(limits) - 5
