@@ -399,6 +399,7 @@ class ParallelModule(Fronts):
 
         Raises:
             InputError: nothing was observed, see :meth:`observe`.
+            PlanError: the plan runs micro-batches while model data moves.
         """
         if self._seen is None or self.planned is None or not self._seen.blocks:
             raise InputError("no step was observed: run some inside of `with pmodel.observe():` first, at least two")

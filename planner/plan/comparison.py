@@ -187,8 +187,15 @@ def compare(
         held: bytes by use that are predicted of this rank; ``None``: those of any.
 
     Raises:
-        PlanError: the plan was read from a file without details.
+        PlanError: the plan runs micro-batches while model data moves, or was read from a file without details.
     """
+    if document.pipeline is not None and document.transfer_schedules:
+        raise PlanError(
+            f"the plan runs {document.mesh.micro_batches} micro-batches and moves model data to and from the "
+            f"{document.offload} meanwhile: what blocks wait for it, and what a rank holds, is not predicted block by "
+            "block. pmodel.timeline() shows such a step beside its bubble; to compare blocks, plan with "
+            "pin={'offload': 'none'} or pin={'pipeline': 1, 'micro_batches': 1}"
+        )
     cost, axes = CostModel(document.cluster), {axis.name: axis for axis in document.mesh.axes}
 
     def price(call: Collective) -> float:

@@ -13,11 +13,13 @@ import pytest
 from planner.base.errors import ClusterError, PlanError
 from planner.base.formatting import in_seconds
 from planner.cost.calibration import Calibration
+from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.plan.comparison import Comparison, compare, recalibrated
 from planner.plan.overlap_comparison import OverlapComparison
 from planner.plan.plan import Plan
 from tests.planner.plans import WHOLE, plan_of, residual_mlp
+from tests.planner.search.test_offload import offload
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +162,12 @@ def test_gradients_that_a_micro_batch_waits_for_are_no_computing() -> None:
     weight, bias = (4 * size for size in (256 * 256, 256))  # of float32
     by_hand_s = sum(cost.collective_s("reduce_scatter", data, size) for size in (weight, bias))
     assert row.predicted_communication_s == pytest.approx(by_hand_s)
+
+
+def test_micro_batches_beside_which_model_data_moves_are_refused() -> None:
+    spec = ClusterSpec.local(1, "64 MiB", cores=2, host_memory_bytes="1 GiB")
+    plan = offload(residual_mlp(2, width=64, batch=64), spec, micro_batches=2)
+    assert plan.transfer_schedules
+    refused = r"2 micro-batches and moves model data to and from the host .* pmodel.timeline\(\) .*'offload': 'none'"
+    with pytest.raises(PlanError, match=refused):
+        compare(plan, {(0, "forward"): [1.0]}, {}, {})
