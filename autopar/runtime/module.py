@@ -373,17 +373,17 @@ class ParallelModule(Fronts):
         """Observe the steps inside, for :meth:`compare`: ``with pmodel.observe(): ...``; every rank does.
 
         Every second step runs under torch's profiler, which knows what collectives take; the others time blocks, and
-        actions of a pipeline's schedule.
+        actions of a pipeline's schedule. A step that fails is not counted.
         """
-        observer, end = _observer_of(self.program, self._device)
+        observer = _observer_of(self.program, self._device)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         observer.start()
         try:
-            yield
+            with _telling(self.program, observer):
+                yield
         finally:
             self._seen = observer.stop()
-            end()
 
     def compare(self, optimizer: torch.optim.Optimizer | None = None) -> Comparison:
         """What the observed steps took on this rank beside what the plan predicts: seconds of every distinct block and
@@ -399,6 +399,7 @@ class ParallelModule(Fronts):
 
         Raises:
             InputError: nothing was observed, see :meth:`observe`.
+            PlanError: the plan runs micro-batches while model data moves.
         """
         if self._seen is None or self.planned is None or not self._seen.blocks:
             raise InputError("no step was observed: run some inside of `with pmodel.observe():` first, at least two")
@@ -751,16 +752,37 @@ class ParallelModule(Fronts):
         return part_like(name, value, own, leaf.layout, self.mesh, self.device_mesh, self.rank)
 
 
-def _observer_of(program: Program, device: torch.device) -> tuple[StepObserver, Callable[[], None]]:
-    """What is told of a program's steps, until the second is called."""
+def _observer_of(program: Program, device: torch.device) -> StepObserver:
+    """Of a program's steps."""
     if isinstance(program, GraphModule):
-        observer = StepObserver(_blocks_of([program]), device)
-        return observer, program.register_forward_pre_hook(lambda *_: observer.begin_step()).remove
+        return StepObserver(_blocks_of([program]), device)
     stages, recorder = program.spec.stages, program.spec.recorder
     firsts = {number: stage.first_block for number, stage in stages.items()}
     blocks = _blocks_of([stage.program for stage in stages.values()])
-    recorder.watcher = observer = StepObserver(blocks, device, firsts, lambda: recorder.events(0))
-    return observer, partial(setattr, recorder, "watcher", None)
+    return StepObserver(blocks, device, firsts, lambda: recorder.events(0))
+
+
+@contextmanager
+def _telling(program: Program, observer: StepObserver) -> Iterator[None]:
+    """Tell an observer when steps begin and end; one whose backward is autograd's ends where the next begins."""
+    if not isinstance(program, GraphModule):
+        program.spec.recorder.watcher = observer
+        try:
+            yield
+        finally:
+            program.spec.recorder.watcher = None
+        return
+
+    def begins(*_: Any) -> None:
+        observer.end_step()
+        observer.begin_step()
+
+    hook = program.register_forward_pre_hook(begins)
+    try:
+        yield
+        observer.end_step()
+    finally:
+        hook.remove()
 
 
 def _blocks_of(programs: Sequence[GraphModule]) -> list[GraphModule]:

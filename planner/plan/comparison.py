@@ -187,8 +187,15 @@ def compare(
         held: bytes by use that are predicted of this rank; ``None``: those of any.
 
     Raises:
-        PlanError: the plan was read from a file without details.
+        PlanError: the plan runs micro-batches while model data moves, or was read from a file without details.
     """
+    if document.pipeline is not None and document.transfer_schedules:
+        raise PlanError(
+            f"the plan runs {document.mesh.micro_batches} micro-batches and moves model data to and from the "
+            f"{document.offload} meanwhile: what blocks wait for it, and what a rank holds, is not predicted block by "
+            "block. pmodel.timeline() shows such a step beside its bubble; to compare blocks, plan with "
+            "pin={'offload': 'none'} or pin={'pipeline': 1, 'micro_batches': 1}"
+        )
     cost, axes = CostModel(document.cluster), {axis.name: axis for axis in document.mesh.axes}
 
     def price(call: Collective) -> float:
@@ -277,14 +284,16 @@ def _calls(document: Document, block: BlockPlan, detail: BlockDetail, phase: str
     for op in detail.ops.values():
         yield from ((call, 1.0) for call in op.inner if call.phase == phase)
         for move in (*op.before, *op.after):
-            is_gathered, share = move.value in document.parameters, 1.0
-            if is_gathered and phase == "backward":
-                share = again / instances * document.account.is_needed_in_backward(op, move.value)
+            is_gathered = move.value in document.parameters
             made_in = "forward" if is_gathered else phase
             if is_gathered and not is_whole and how.once_per_step:
                 continue
+            share = 1.0  # of the instances do it in this phase
+            if is_gathered and phase == "backward":
+                share = again / instances * document.account.is_needed_in_backward(op, move.value)
             phases = {made_in} if is_whole else {made_in, phase}  # whose gradients are waited for
-            yield from ((call, share * move.times / instances) for call in move.calls if call.phase in phases)
+            for call in (call for call in move.calls if call.phase in phases):
+                yield call, (share if call.phase == made_in else 1.0) * move.times / instances
 
 
 def _row(work: Work | Literal["action"], name: str, phase: str, predicted_s: float, seen: Sequence[float]) -> Compared:

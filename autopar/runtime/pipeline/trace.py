@@ -39,6 +39,9 @@ class Watcher(Protocol):
     def end_action(self, action: Action) -> None:
         """It is over."""
 
+    def end_step(self) -> None:
+        """The step came to its end; one that fails does not."""
+
 
 class Recorder:
     """Records the step that runs, and keeps the last that came to its end.
@@ -100,6 +103,8 @@ class Recorder:
     def close(self) -> None:
         """The step is over."""
         self._last, self._running = self._running, []
+        if self.watcher is not None:
+            self.watcher.end_step()
 
     @staticmethod
     def _on_stream() -> Moment:

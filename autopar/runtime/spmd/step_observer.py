@@ -48,7 +48,7 @@ class Seen:
 
 
 class StepObserver:
-    """Observes the steps that a program runs from :meth:`start` to :meth:`stop`.
+    """Observes the steps that a program runs from :meth:`start` to :meth:`stop`, and counts those that came to an end.
 
     Args:
         blocks: the programs of blocks that it calls.
@@ -69,6 +69,7 @@ class StepObserver:
         self._now: Callable[[], Moment] = _on_stream if device.type == "cuda" else time.perf_counter
         self._hooks: list[Any] = []
         self._steps = 0
+        self._is_running = False
         self._number = 0
         self._action: Action | None = None
         self._begun: Moment = None
@@ -84,24 +85,53 @@ class StepObserver:
             self._hooks.append(block.register_forward_hook(self._end))
 
     def stop(self) -> Seen:
-        """The last step is over."""
-        self._end_step()
+        """No more steps; one that is not over counts as none."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._leave_step()
         return self.seen
 
     def begin_step(self) -> None:
-        """The next one begins."""
-        self._end_step()
-        self._number, self._forward, self._backward, self._last = 0, [], [], None
-        self._steps += 1
+        """The next one begins; one before that is not over failed."""
+        self._leave_step()
+        self._number, self._forward, self._backward, self._last, self._action = 0, [], [], None, None
+        self._steps, self._is_running = self._steps + 1, True
         if self._steps % 2 == 0 and dist.is_initialized() and dist.get_world_size() > 1:
             activities = [ProfilerActivity.CPU]
             if self.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
             self._profiler = profile(activities=activities)
             self._profiler.start()
+
+    def end_step(self) -> None:
+        """The step that runs, if one does, is over."""
+        if not self._is_running:
+            return
+        profiler = self._profiler
+        self._leave_step()
+        if profiler is not None:
+            events, on_gpu = profiler.events(), self.device.type == "cuda"
+            for kind, seconds in _collectives(events, on_gpu).items():
+                self.seen.collectives.setdefault(kind, []).append(seconds)
+            self.seen.overlaps.append(overlaps_seen(events, on_gpu))
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for phase, ran in (("forward", self._forward), ("backward", self._backward)):
+            for number, begun, ended in ran:
+                self.seen.blocks.setdefault((number, phase), []).append(_between_s(begun, ended))
+        for event in self._recorded():
+            if event.action is not None and event.kind != "wait":
+                key = event.action.stage, event.kind
+                self.seen.actions.setdefault(key, []).append(event.end_s - event.start_s)
+
+    def _leave_step(self) -> None:
+        """None runs from now on."""
+        self._is_running = False
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
 
     def begin_action(self, action: Action) -> None:
         """One of a micro-batched step begins."""
@@ -118,27 +148,6 @@ class StepObserver:
         if self._last is not None and self._last[0] == following + 1:
             self._backward.append((*self._last, now))
         self._last = None
-
-    def _end_step(self) -> None:
-        if self._profiler is not None:
-            self._profiler.stop()
-            events, on_gpu = self._profiler.events(), self.device.type == "cuda"
-            for kind, seconds in _collectives(events, on_gpu).items():
-                self.seen.collectives.setdefault(kind, []).append(seconds)
-            self.seen.overlaps.append(overlaps_seen(events, on_gpu))
-            self._profiler = None
-            return
-        if self._steps == 0:
-            return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        for phase, ran in (("forward", self._forward), ("backward", self._backward)):
-            for number, begun, ended in ran:
-                self.seen.blocks.setdefault((number, phase), []).append(_between_s(begun, ended))
-        for event in self._recorded():
-            if event.action is not None and event.kind != "wait":
-                key = event.action.stage, event.kind
-                self.seen.actions.setdefault(key, []).append(event.end_s - event.start_s)
 
     def _begin(self, module: Any, args: Any) -> None:
         self._begun = self._now()

@@ -79,8 +79,25 @@ def scheduled(
     pin: Mapping[str, Any], form: Mapping[str, int], ranks: int = 1
 ) -> list[tuple[list[Overlap], list[ObservedFlight]]]:
     """The same of every rank of a micro-batched step; what they receive is not what others send."""
+    made = []
+    for rank in range(ranks):
+        with micro_batched(pin, form, ranks, rank) as (module, part, expected):
+            with module.observe():
+                for _ in range(2):
+                    module(part)[0].backward()
+            assert module._seen is not None
+            (seen,) = module._seen.overlaps
+            made.append((expected, seen))
+    return made
+
+
+@contextlib.contextmanager
+def micro_batched(
+    pin: Mapping[str, Any], form: Mapping[str, int], ranks: int = 1, rank: int = 0
+) -> Iterator[tuple[ParallelModule, torch.Tensor, list[Overlap]]]:
+    """A rank whose collectives and messages carry nothing, what it takes of a batch, and what it is planned to do."""
     torch.manual_seed(0)
-    model, x, made = Residuals(**form), torch.randn(16, WIDTH), []
+    model, x = Residuals(**form), torch.randn(16, WIDTH)
     found, plan = trace(model, (x,)), planned(model, x, **pin)
     assignment, step = staged(plan, assign(found, plan))
     assert step is not None
@@ -89,20 +106,12 @@ def scheduled(
     def make_part(leaf: LeafSpec) -> torch.Tensor:
         return part_of(whole[leaf.name].detach(), leaf.layout, mesh, 0).clone()
 
-    for rank in range(ranks):
-        with fake_process_group(mesh.size * ranks, mesh.size * rank):
-            devices, pipeline = pipeline_mesh(mesh, "cpu", ranks)
-            own = replace(step, pipeline=pipeline)
-            module = build(model, found.captured, assignment, devices, 0, make_part, 0, own)
-            part = module.shard((x,))[0]
-            with module.observe():
-                for _ in range(2):
-                    module(part)[0].backward()
-        assert module._seen is not None
-        (seen,) = module._seen.overlaps
+    with fake_process_group(mesh.size * ranks, mesh.size * rank):
+        devices, pipeline = pipeline_mesh(mesh, "cpu", ranks)
+        own = replace(step, pipeline=pipeline)
+        module = build(model, found.captured, assignment, devices, 0, make_part, 0, own)
         expected = scheduled_overlaps(assignment, own.schedule, own.bounds, None if ranks == 1 else rank)
-        made.append((expected, seen))
-    return made
+        yield module, module.shard((x,))[0], expected
 
 
 MICRO: Mapping[str, Any] = {"micro_batches": 4, "recompute": "none", "data": 2}

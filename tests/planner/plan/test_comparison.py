@@ -13,11 +13,13 @@ import pytest
 from planner.base.errors import ClusterError, PlanError
 from planner.base.formatting import in_seconds
 from planner.cost.calibration import Calibration
+from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.plan.comparison import Comparison, compare, recalibrated
 from planner.plan.overlap_comparison import OverlapComparison
 from planner.plan.plan import Plan
 from tests.planner.plans import WHOLE, plan_of, residual_mlp
+from tests.planner.search.test_offload import offload
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +150,24 @@ def test_blocks_of_a_micro_batch_take_together_what_their_stages_do(pin: dict[st
     assert all(row.off == pytest.approx(1.0) for row in comparison.rows)
     assert {row.work for row in comparison.rows} == {"compute", "action"}
     assert {pair.work for pair in comparison.pairs} == {"compute"}
+
+
+def test_gradients_that_a_micro_batch_waits_for_are_no_computing() -> None:
+    """The first block keeps what it gathers for forward, so that its backward reduces alone."""
+    plan = plan_of(residual_mlp(6), pin={"data": 4, "zero": 3, "pipeline": 1, "micro_batches": 2, "recompute": "none"})
+    first = next(each for each in plan.block_seconds if each.name == "stem")
+    seen = {(first.number, "backward"): [3 * sum(first.backward.values())]}
+    (row,) = compare(plan, seen, {}, {}).rows
+    cost, data = CostModel(plan.cluster), next(axis for axis in plan.mesh.axes if axis.name == "data")
+    weight, bias = (4 * size for size in (256 * 256, 256))  # of float32
+    by_hand_s = sum(cost.collective_s("reduce_scatter", data, size) for size in (weight, bias))
+    assert row.predicted_communication_s == pytest.approx(by_hand_s)
+
+
+def test_micro_batches_beside_which_model_data_moves_are_refused() -> None:
+    spec = ClusterSpec.local(1, "64 MiB", cores=2, host_memory_bytes="1 GiB")
+    plan = offload(residual_mlp(2, width=64, batch=64), spec, micro_batches=2)
+    assert plan.transfer_schedules
+    refused = r"2 micro-batches and moves model data to and from the host .* pmodel.timeline\(\) .*'offload': 'none'"
+    with pytest.raises(PlanError, match=refused):
+        compare(plan, {(0, "forward"): [1.0]}, {}, {})
