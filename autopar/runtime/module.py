@@ -55,6 +55,7 @@ from autopar.runtime.spmd.step_observer import Seen, StepObserver
 from planner.analysis.overlaps import Overlap
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import sizes_text
+from planner.formulation.resharding import Collective
 from planner.ir.layout import Mesh
 from planner.plan.comparison import Comparison, compare
 from planner.plan.document.document import Document
@@ -122,6 +123,7 @@ class ParallelModule(Fronts):
         self.planned: Document | None = None
         self.planned_overlaps: Sequence[Overlap] = ()
         self.planned_memory: Callable[[], Mapping[str, int]] | None = None  # of this rank, where others hold other
+        self.planned_calls: Callable[[], Mapping[Collective, int]] | None = None  # likewise
         self._seen: Seen | None = None
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
         tensors: dict[str, Tensor] = {}
@@ -413,6 +415,7 @@ class ParallelModule(Fronts):
             memory["peak"] = torch.cuda.max_memory_allocated()
         seen = self._seen
         held = None if self.planned_memory is None else self.planned_memory()
+        calls = None if self.planned_calls is None else self.planned_calls()
         return compare(
             self.planned,
             seen.blocks,
@@ -422,6 +425,7 @@ class ParallelModule(Fronts):
             seen.overlaps,
             seen.actions,
             held,
+            calls,
         )
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
