@@ -125,6 +125,7 @@ class ParallelModule(Fronts):
         self.planned_memory: Callable[[], Mapping[str, int]] | None = None  # of this rank, where others hold other
         self.planned_calls: Callable[[], Mapping[Collective, int]] | None = None  # likewise
         self._seen: Seen | None = None
+        self._is_observed = False
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
         tensors: dict[str, Tensor] = {}
         constants: dict[str, Tensor] = {}
@@ -376,15 +377,25 @@ class ParallelModule(Fronts):
 
         Every second step runs under torch's profiler, which knows what collectives take; the others time blocks, and
         actions of a pipeline's schedule. A step that fails is not counted.
+
+        Raises:
+            InputError: they are observed already.
         """
+        if self._is_observed:
+            raise InputError(
+                "steps of this module are observed already: leave the `with pmodel.observe():` around this one, which "
+                "sees these steps, too"
+            )
         observer = _observer_of(self.program, self._device)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         observer.start()
+        self._is_observed = True
         try:
             with _telling(self.program, observer):
                 yield
         finally:
+            self._is_observed = False
             self._seen = observer.stop()
 
     def compare(self, optimizer: torch.optim.Optimizer | None = None) -> Comparison:
