@@ -37,6 +37,7 @@ from autopar.runtime.spmd.mesh import pipeline_mesh
 from planner.analysis.offload.chunks import chunks_of, moving_bytes, parameters
 from planner.analysis.offload.step_timing import saved_bytes
 from planner.analysis.overlaps import overlaps, scheduled_overlaps
+from planner.analysis.prediction import collectives_of_rank
 from planner.base.cpython import on_one_stack
 from planner.base.errors import InputError, PinError, PlanError
 from planner.base.formatting import in_all_bytes
@@ -198,6 +199,9 @@ def parallelize(
     made.planned = plan
     if pipeline is not None and not plan.transfer_schedules:
         made.planned_memory = partial(memory_of_rank, plan, assignment, pipeline.rank)
+    if micro_batched is not None and pipeline is not None:
+        schedule, bounds = micro_batched.schedule, micro_batched.bounds
+        made.planned_calls = partial(collectives_of_rank, assignment, schedule, bounds, pipeline.rank)
     made.planned_overlaps = (
         overlaps(assignment)
         if micro_batched is None

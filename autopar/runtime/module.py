@@ -55,6 +55,7 @@ from autopar.runtime.spmd.step_observer import Seen, StepObserver
 from planner.analysis.overlaps import Overlap
 from planner.base.errors import InputError, PlanError
 from planner.base.formatting import sizes_text
+from planner.formulation.resharding import Collective
 from planner.ir.layout import Mesh
 from planner.plan.comparison import Comparison, compare
 from planner.plan.document.document import Document
@@ -122,7 +123,9 @@ class ParallelModule(Fronts):
         self.planned: Document | None = None
         self.planned_overlaps: Sequence[Overlap] = ()
         self.planned_memory: Callable[[], Mapping[str, int]] | None = None  # of this rank, where others hold other
+        self.planned_calls: Callable[[], Mapping[Collective, int]] | None = None  # likewise
         self._seen: Seen | None = None
+        self._is_observed = False
         self._program = (program,)  # in a tuple: its modules are not parts of the user's model
         tensors: dict[str, Tensor] = {}
         constants: dict[str, Tensor] = {}
@@ -374,15 +377,25 @@ class ParallelModule(Fronts):
 
         Every second step runs under torch's profiler, which knows what collectives take; the others time blocks, and
         actions of a pipeline's schedule. A step that fails is not counted.
+
+        Raises:
+            InputError: they are observed already.
         """
+        if self._is_observed:
+            raise InputError(
+                "steps of this module are observed already: leave the `with pmodel.observe():` around this one, which "
+                "sees these steps, too"
+            )
         observer = _observer_of(self.program, self._device)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         observer.start()
+        self._is_observed = True
         try:
             with _telling(self.program, observer):
                 yield
         finally:
+            self._is_observed = False
             self._seen = observer.stop()
 
     def compare(self, optimizer: torch.optim.Optimizer | None = None) -> Comparison:
@@ -413,6 +426,7 @@ class ParallelModule(Fronts):
             memory["peak"] = torch.cuda.max_memory_allocated()
         seen = self._seen
         held = None if self.planned_memory is None else self.planned_memory()
+        calls = None if self.planned_calls is None else self.planned_calls()
         return compare(
             self.planned,
             seen.blocks,
@@ -422,6 +436,7 @@ class ParallelModule(Fronts):
             seen.overlaps,
             seen.actions,
             held,
+            calls,
         )
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:

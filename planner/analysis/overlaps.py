@@ -25,25 +25,25 @@ from planner.solve.pipeline.schedule import Action, Schedule
 
 Phase = Literal["forward", "backward", "once"]
 """``once``: before the first micro-batch, or after the last."""
-Work = int | Action
+BlockOrAction = int | Action
 """A block, by the number of the instance, or an action of a pipeline's schedule."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Overlap:
     """A collective that is on its way while blocks compute, or a message that is while actions do.
 
     Attributes:
         kind: of collective, or ``send`` or ``receive``.
         of: the block whose parameters it gathers, or whose gradients it reduces; the action that waits for a message.
-            ``None``: it is done once a step, or in a second part of backward, which runs no block as a whole.
+            ``None``: it is done once a step.
         beside: those that compute meanwhile, in order; none: it is waited for at once.
     """
 
     kind: str
     phase: Phase
-    of: Work | None
-    beside: tuple[Work, ...]
+    of: BlockOrAction | None
+    beside: tuple[BlockOrAction, ...]
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ def scheduled_overlaps(
     assignment: Assignment, schedule: Schedule, bounds: Sequence[int], rank: int | None
 ) -> list[Overlap]:
     """The same of one rank of a micro-batched step, and every message that it exchanges with other ranks.
+
+    Nothing of the parts of a backward in two, which run no block as a whole.
 
     Args:
         assignment: what to do, recomputing as the step does.

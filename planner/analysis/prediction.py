@@ -8,7 +8,7 @@ objective, by use: they add up to its step time. Bytes are those of :mod:`planne
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -27,6 +27,7 @@ from planner.formulation.variables import Variable
 from planner.ir.folding import Instance
 from planner.ir.graph import Node, Ref
 from planner.ir.layout import MICRO, PIPELINE, Layout
+from planner.solve.pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,28 +95,53 @@ class Prediction:
 Calls = Counter[Collective]
 
 
-def collectives(assignment: Assignment, bounds: Sequence[int] = (), late: Sequence[int] = ()) -> Calls:
+def collectives(
+    assignment: Assignment,
+    bounds: Sequence[int] = (),
+    late: Sequence[int] = (),
+    stages: Collection[int] | None = None,
+) -> Calls:
     """Every collective call of one forward and backward pass on one rank.
 
     Args:
         bounds: where the blocks are cut into stages, if they are: the calls are those of one rank of every stage.
         late: of each stage, of how many micro-batches it finds the gradients of weights later than others, see
             :attr:`planner.solve.pipeline.schedule.Schedule.late`.
+        stages: of these alone; ``None``: of every one.
     """
     calls: Calls = Counter()
-    for each in calls_by_block(assignment, bounds, late).values():
+    for each in calls_by_block(assignment, bounds, late, stages).values():
         calls.update(each)
     return calls
 
 
+def collectives_of_rank(assignment: Assignment, schedule: Schedule, bounds: Sequence[int], rank: int) -> Calls:
+    """Those of one rank of a pipeline, but for messages: of its stages, and on the axis of stages, sums of gradients of
+    parameters that other ranks read, too.
+    """
+    home = schedule.rank_of
+    calls = collectives(assignment, bounds, schedule.late, [stage for stage, at in enumerate(home) if at == rank])
+    for each, count in exchanges(assignment, home, bounds).items():
+        if each.kind == "all_reduce" and each.is_made_by(rank):
+            calls[Collective(each.kind, PIPELINE, each.bytes_in, each.phase)] += count
+    return calls
+
+
 def calls_by_block(
-    assignment: Assignment, bounds: Sequence[int] = (), late: Sequence[int] = ()
+    assignment: Assignment,
+    bounds: Sequence[int] = (),
+    late: Sequence[int] = (),
+    stages: Collection[int] | None = None,
 ) -> dict[int | None, Calls]:
     """Distinct block -> its calls over all instances; ``None`` holds those of leaves and outputs."""
-    space = assignment.space
-    stages = _stages_reading(assignment, bounds)
+    space, instances = assignment.space, assignment.space.folded.instances
+    ranges = [range(low, high) for low, high in pairwise(bounds)] or [range(len(instances))]
+    own = range(len(ranges)) if stages is None else stages
+    blocks = {number for stage in own for number in ranges[stage]}
+    reading = _stages_reading(assignment, ranges)
+    made_in = {ref: n for n, each in enumerate(ranges) for number in each for ref in instances[number].block.outputs}
     found: dict[int | None, Calls] = {None: Counter()}
-    for instance, level, twice, times in _alike(assignment, _backward_twice(assignment, bounds, late)):
+    for instance, level, twice, times in _alike(assignment, blocks, _backward_twice(assignment, bounds, late)):
         calls = found.setdefault(instance.kind, Counter())
         again = _calls_again(assignment, instance, level)
         for call, count in (_block_calls(assignment, instance) + again).items():
@@ -127,8 +153,11 @@ def calls_by_block(
         backward = leaf in space.graph.differentiated
         route = assignment.shared_route(leaf)
         calls = _route_calls(assignment, leaf, route, backward, assignment.summed_first(leaf, route))
-        found[None].update({call: count * stages[leaf.node] for call, count in calls.items()})
+        often = len(reading[leaf.node].intersection(own))
+        found[None].update({call: count * often for call, count in calls.items()})
     for position, ref in enumerate(space.leaving):
+        if made_in.get(ref, len(ranges) - 1) not in own:
+            continue
         backward = position in space.graph.roots
         found[None].update(_route_calls(assignment, ref, assignment.output_route(position), backward))
     return found
@@ -148,17 +177,17 @@ def _backward_twice(assignment: Assignment, bounds: Sequence[int], late: Sequenc
     return found
 
 
-def _stages_reading(assignment: Assignment, bounds: Sequence[int]) -> dict[str, int]:
-    """Leaf with a reshard point -> how many stages read it, each for itself; 1 where none does or of one stage."""
+def _stages_reading(assignment: Assignment, stages: Sequence[range]) -> dict[str, set[int]]:
+    """Leaf with a reshard point -> the stages that read it, each for itself; the first where none does."""
     readers: dict[str, set[int]] = {
         leaf.node: set() for leaf in assignment.space.decision_graph.variables.resharded_leaves
     }
-    for stage, (low, high) in enumerate(pairwise(bounds)):
-        for instance in assignment.space.folded.instances[low:high]:
-            for ref in instance.block.inputs:
+    for stage, blocks in enumerate(stages):
+        for number in blocks:
+            for ref in assignment.space.folded.instances[number].block.inputs:
                 if ref.node in readers:
                     readers[ref.node].add(stage)
-    return {name: max(1, len(stages)) for name, stages in readers.items()}
+    return {name: found or {0} for name, found in readers.items()}
 
 
 def sorted_calls(calls: Mapping[Collective, int]) -> list[tuple[Collective, int]]:
@@ -208,10 +237,14 @@ def conversions(assignment: Assignment) -> list[tuple[Conversion, int]]:
     return found
 
 
-def _alike(assignment: Assignment, twice: Sequence[int] = ()) -> list[tuple[Instance, Level, int, int]]:
+def _alike(
+    assignment: Assignment, blocks: Collection[int] | None = None, twice: Sequence[int] = ()
+) -> list[tuple[Instance, Level, int, int]]:
     """One instance of each block, entry layout and level of recomputation, in how many micro-batches it runs its
-    backward
-    twice, and how many there are: they do the same.
+    backward twice, and how many there are: they do the same.
+
+    Args:
+        blocks: by number of the instance, of which there are no others; ``None``: all.
     """
     space, variable_of = assignment.space, assignment.space.variable_of
     found: dict[object, tuple[Instance, Level, int, int]] = {}
@@ -219,6 +252,8 @@ def _alike(assignment: Assignment, twice: Sequence[int] = ()) -> list[tuple[Inst
     for number, (instance, (kind, nth)) in enumerate(
         zip(space.folded.instances, space.decision_graph.blocks.numbers, strict=True)
     ):
+        if blocks is not None and number not in blocks:
+            continue
         level, often = assignment.recompute.level(kind, nth), twice[number] if twice else 0
         read = tuple(space.is_read(ref) for ref in instance.block.outputs)
         flows = tuple(ref in space.graph.differentiated for ref in instance.block.outputs)

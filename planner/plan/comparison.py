@@ -26,6 +26,7 @@ from planner.cost.cluster import ClusterSpec
 from planner.cost.correction import Pair, Work, corrections
 from planner.cost.model import CostModel
 from planner.formulation.resharding import PHASES, Collective
+from planner.ir.layout import PIPELINE, Axis
 from planner.plan.document.detail import BlockDetail
 from planner.plan.document.document import BlockPlan, Document
 from planner.plan.overlap_comparison import OverlapComparison, compare_overlaps
@@ -175,6 +176,7 @@ def compare(
     observed: Sequence[Sequence[ObservedFlight]] = (),
     actions: Mapping[tuple[int, str], Sequence[float]] = MappingProxyType({}),
     held: Mapping[str, int] | None = None,
+    calls: Mapping[Collective, int] | None = None,
 ) -> Comparison:
     """Put what was seen beside what a plan predicts.
 
@@ -185,6 +187,7 @@ def compare(
         planned, observed: what is on its way while the rank computes, as planned and in every step that was traced.
         actions: of a micro-batched step, seconds by stage and kind of action.
         held: bytes by use that are predicted of this rank; ``None``: those of any.
+        calls: the collectives that are predicted of this rank; ``None``: those of any.
 
     Raises:
         PlanError: the plan runs micro-batches while model data moves, or was read from a file without details.
@@ -197,13 +200,16 @@ def compare(
             "pin={'offload': 'none'} or pin={'pipeline': 1, 'micro_batches': 1}"
         )
     cost, axes = CostModel(document.cluster), {axis.name: axis for axis in document.mesh.axes}
+    if document.pipeline is not None:
+        stages, size = document.pipeline.ranks, document.mesh.micro_batched(1).size
+        axes[PIPELINE] = Axis(PIPELINE, 2, max(1, stages * size // 2))  # over which shared parameters are summed
 
     def price(call: Collective) -> float:
         return cost.collective_s(call.kind, axes[call.axis], call.bytes_in)
 
-    waited, calls = [], [*_calls_of_rank(document, {number for number, _ in blocks})]
+    waited, calls = [], dict(document.predicted.collectives) if calls is None else calls
     for kind, each in collectives.items():
-        total = sum(count * price(call) for call, count in calls if call.kind == kind)
+        total = sum(count * price(call) for call, count in calls.items() if call.kind == kind)
         if each and total:
             waited.append(_row(kind, kind, "step", total, each))  # type: ignore[arg-type]
     slower = {row.name: row.observed_s / row.predicted_s for row in waited}
@@ -253,16 +259,6 @@ def _left_out(document: Document, actions: Collection[tuple[int, str]]) -> Itera
         )
     if document.pipeline is not None and versions(document.pipeline.schedule) > 1:
         yield "the weights that the step before left, which are in the predicted bytes of parameters"
-
-
-def _calls_of_rank(document: Document, blocks: Collection[int]) -> Iterator[tuple[Collective, float]]:
-    """The collectives of a step on a rank that has these blocks; of a pipeline's those of blocks alone."""
-    if document.pipeline is None or document.pipeline.ranks == 1:
-        yield from document.predicted.collectives
-        return
-    for block, detail in zip(document.blocks, document.account.blocks, strict=True):
-        share = len({*block.at}.intersection(blocks)) / max(1, len(block.at))
-        yield from ((call, share * count) for call, count in detail.collectives)
 
 
 def _predicted_blocks(document: Document) -> dict[tuple[int, str], tuple[float, float]]:

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.analysis.overlaps import ObservedFlight, Overlap, Phase, Work
+from planner.analysis.overlaps import BlockOrAction, ObservedFlight, Overlap, Phase
 from planner.base.formatting import in_seconds
 
-PLACES = {"send": "actions", "receive": "actions"}
+BESIDE = {"send": "actions", "receive": "actions"}
 """What computes beside a kind of flight, where that is no block."""
 
 
@@ -54,7 +54,7 @@ class OverlapComparison:
         if self.carried_s is not None and self.exposed_s is not None:
             seconds = f"carried {in_seconds(self.carried_s)}, {exposed}: {self.hidden:.0%} hidden"
         found = (
-            f"{self.kind} {self.phase}: {self.observed} of {self.of} beside {PLACES.get(self.kind, 'blocks')}, "
+            f"{self.kind} {self.phase}: {self.observed} of {self.of} beside {BESIDE.get(self.kind, 'blocks')}, "
             f"{self.planned} planned; {seconds}{share}"
         )
         return "\n".join([found, *(f"  {each}" for each in self.differing)])
@@ -106,13 +106,13 @@ def _mean_s(steps: Sequence[Sequence[float | None]]) -> float | None:
 def _differing(planned: Sequence[Overlap], observed: Sequence[Overlap], names: Mapping[int, str]) -> list[str]:
     """Blocks whose collectives, and messages that, were on their way beside others than planned."""
 
-    def beside(several: Sequence[Overlap], of: Work | None) -> Counter[tuple[Work, ...]]:
+    def beside(several: Sequence[Overlap], of: BlockOrAction | None) -> Counter[tuple[BlockOrAction, ...]]:
         return Counter(each.beside for each in several if each.of == of and each.beside)
 
-    def name(work: Work | None) -> str:
+    def name(work: BlockOrAction | None) -> str:
         return "what is done once" if work is None else names[work] if isinstance(work, int) else str(work)
 
-    def text(found: Counter[tuple[Work, ...]]) -> str:
+    def text(found: Counter[tuple[BlockOrAction, ...]]) -> str:
         several = [
             "+".join(map(name, each)) + (f" ({count} times)" if count > 1 else "") for each, count in found.items()
         ]

@@ -20,7 +20,7 @@ from torch._C._profiler import _RecordFunctionFast as shown_as
 
 from autopar.runtime.spmd.carried_collectives import CARRIER, carried_collectives
 from autopar.runtime.spmd.flight import LABEL, SENT
-from planner.analysis.overlaps import ObservedFlight, Overlap, Phase, Work
+from planner.analysis.overlaps import BlockOrAction, ObservedFlight, Overlap, Phase
 from planner.solve.pipeline.schedule import Action
 
 FORWARD, ENDS, BACKWARD = "forward", "forward ends", "backward"
@@ -36,7 +36,7 @@ LAST = "_LocalPartsBackward"
 
 @dataclass(frozen=True)
 class _Span:
-    work: Work
+    work: BlockOrAction
     phase: Phase
     begin: float
     end: float
@@ -47,7 +47,7 @@ class _Span:
         return 2 * inside > len(self.operators)
 
 
-def mark(work: Work, what: str) -> None:
+def mark(work: BlockOrAction, what: str) -> None:
     """Note in the trace that a block or an action begins or ends."""
     with shown_as(f"block {work}, {what}" if isinstance(work, int) else f"action {work}, {what}"):
         pass
@@ -85,7 +85,7 @@ def overlaps_seen(events: Sequence[Any], on_gpu: bool) -> list[ObservedFlight]:
 
 def _of(
     kind: str, message: str | None, blocks: Sequence[_Span], actions: Sequence[_Span], sent: float, waited: float
-) -> tuple[Phase, Work | None] | None:
+) -> tuple[Phase, BlockOrAction | None] | None:
     """In which direction a flight is, and of what; ``None``: of what is not known."""
     if message is not None:
         found = _action(*re.findall(r"-?\d+|[FB]", message))
@@ -146,7 +146,7 @@ def _actions(events: Sequence[Any], operators: Sequence[float]) -> list[_Span]:
     return ran
 
 
-def _span(work: Work, phase: Phase, begin: float, end: float, operators: Sequence[float]) -> _Span:
+def _span(work: BlockOrAction, phase: Phase, begin: float, end: float, operators: Sequence[float]) -> _Span:
     return _Span(work, phase, begin, end, tuple(operators[bisect(operators, begin) : bisect(operators, end)]))
 
 

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pipeline.actions import StageActions
 from autopar.runtime.pipeline.executor import PipelineStep
+from planner.base.errors import InputError
 from tests.autopar.runtime.test_overlaps import MICRO, micro_batched
 
 
@@ -49,3 +50,15 @@ def test_a_step_that_fails_is_not_counted(failing: int, monkeypatch: pytest.Monk
         timed = 4 if failing > 1 else 0
         assert {len(each) for each in (*seen.actions.values(), *seen.blocks.values())} == ({timed} if timed else set())
         assert {*seen.actions} == ({(0, "F"), (0, "B")} if timed else set())
+
+
+def test_what_is_observed_is_not_observed_twice() -> None:
+    """The outer one goes on."""
+    with micro_batched({**MICRO, "zero": 0}, {}) as (module, part, _):
+        with module.observe():
+            with pytest.raises(InputError, match=r"observed already: leave the `with pmodel.observe\(\):` around"):
+                module.observe().__enter__()
+            module(part)[0].backward()
+        assert module._seen is not None and len(module._seen.actions[0, "F"]) == 4
+        with module.observe():
+            module(part)[0].backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -10,16 +11,20 @@ from typing import Any
 
 import pytest
 
+from planner.analysis.prediction import collectives_of_rank
 from planner.base.errors import ClusterError, PlanError
 from planner.base.formatting import in_seconds
 from planner.cost.calibration import Calibration
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
+from planner.formulation.resharding import Collective
+from planner.ir.layout import PIPELINE, Axis
 from planner.plan.comparison import Comparison, compare, recalibrated
 from planner.plan.overlap_comparison import OverlapComparison
 from planner.plan.plan import Plan
+from planner.solve.pipeline.schedule import schedule
 from tests.planner.plans import WHOLE, plan_of, residual_mlp
-from tests.planner.search.test_offload import offload
+from tests.planner.search.test_offload import offload, tied
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +176,22 @@ def test_micro_batches_beside_which_model_data_moves_are_refused() -> None:
     refused = r"2 micro-batches and moves model data to and from the host .* pmodel.timeline\(\) .*'offload': 'none'"
     with pytest.raises(PlanError, match=refused):
         compare(plan, {(0, "forward"): [1.0]}, {}, {})
+
+
+def test_collectives_of_ranks_of_a_pipeline_are_what_all_call() -> None:
+    """The last rank alone reduces the loss, and both sum the gradient of what the first and the last block read."""
+    plan = plan_of(tied(6), pin={"pipeline": 2, "schedule": "1f1b", "data": 2, "micro_batches": 2, "zero": 0})
+    assert plan.pipeline is not None and plan.assignment is not None
+    order, bounds = schedule("1f1b", 2, 2, 1), plan.pipeline.bounds
+    first, last = (collectives_of_rank(plan.assignment, order, bounds, rank) for rank in range(2))
+    (shared,) = (call for call in first if call.axis == PIPELINE)
+    assert shared == Collective("all_reduce", PIPELINE, 4 * 64 * 64, "backward") and first[shared] == last[shared] == 1
+    loss = Collective("all_reduce", "data", 4, "forward")
+    assert first[loss] == 0 and last[loss] > 0
+    assert first + last == Counter(dict(plan.predicted.collectives)) + Counter({shared: 2})
+    cost, data = CostModel(plan.cluster), next(axis for axis in plan.mesh.axes if axis.name == "data")
+    seconds = [count * cost.collective_s("all_reduce", data, call.bytes_in) for call, count in last.items()
+               if call.kind == "all_reduce" and call != shared]  # fmt: skip
+    seconds.append(cost.collective_s("all_reduce", Axis(PIPELINE, 2, 2), 4 * 64 * 64))
+    (row,) = compare(plan, {}, {"all_reduce": [1.0]}, {}, calls=last).rows
+    assert row.predicted_s == pytest.approx(sum(seconds))
