@@ -117,8 +117,9 @@ class RankLinks:
     receiver may want it in another order: what comes before is then put aside. The next message of every sender is
     received while others are worked on.
 
-    What was sent is let go when its receiver answers with something that it sends later, or the work says that it is
-    done, which gloo's never does.
+    What was sent is let go when its receiver answers with something that it sends later, as memory is priced
+    (:mod:`planner.solve.pipeline.running`). Without backward few answer: there it is let go when the work says that it
+    is done, too, which gloo's never does.
 
     Args:
         schedule: the actions of all ranks of the pipeline.
@@ -141,7 +142,7 @@ class RankLinks:
         self._coming: dict[int, _Coming] = {}
         self._aside: Messages = {}
         self._pending: dict[Message, tuple[Flight, list[Tensor]]] = {}
-        self._is_open = False
+        self._is_open = self._trains = False
 
     def open(self, trains: bool, left: Messages | None) -> None:
         """Begin to receive what every other rank is going to send here.
@@ -154,7 +155,7 @@ class RankLinks:
                 "the step before did not finish, and some of what was sent in it may still be on its way: start the "
                 "processes again, from a checkpoint"
             )
-        self._is_open = True
+        self._is_open, self._trains = True, trains
         kept = left or {}
         own = {message for message in kept if self._sender(message) == self.pipeline.rank}
         self._within.open(trains, {message: kept[message] for message in own})
@@ -216,8 +217,9 @@ class RankLinks:
         if receiver == self.pipeline.rank:
             self._within.put(message, tensors)
             return
-        for each in [each for each, (flight, _) in self._pending.items() if flight.is_over]:
-            self._let_go(each)
+        if not self._trains:
+            for each in [each for each, (flight, _) in self._pending.items() if flight.is_over]:
+                self._let_go(each)
         group, target = self.pipeline.ways[self.pipeline.rank, receiver], self.pipeline.global_rank(receiver)
         sent = [tensor.contiguous() for tensor in tensors]
 

@@ -172,6 +172,23 @@ def test_messages_that_are_waited_for_at_once_are_named(monkeypatch: pytest.Monk
             assert row.differing[1] == "of 1F1: planned beside 0B0+0F2, observed beside none"
 
 
+class Arrived:
+    """A message that is there at once, and says so, as over NCCL."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        return True
+
+
+def test_what_was_sent_is_let_go_by_answers_however_early_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All forwards are sent before the first backward answers."""
+    monkeypatch.setattr(torch.distributed, "isend", lambda *_: Arrived())
+    for expected, step in scheduled({**PIPELINE, "schedule": "gpipe"}, {}, ranks=2):
+        assert Counter(each.overlap for each in step) == Counter(expected)
+
+
 def test_by_hand() -> None:
     """ZeRO 3: gathers are a block ahead both ways, and gradients are on their way beside one block of backward."""
     expected, _ = traced(ZERO_3, Residuals(layers=3))
