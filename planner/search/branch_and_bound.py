@@ -27,7 +27,6 @@ from planner.analysis.prediction import Prediction
 from planner.base.errors import InputError
 from planner.base.formatting import in_seconds
 from planner.formulation.assignment import Assignment, assignment_of
-from planner.formulation.certificate import ROUNDING
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.unsharding import PER_STEP
 from planner.search.candidate_evaluation import LIKELY, doubt_of, evaluate_candidate, is_likely, raised
@@ -136,7 +135,6 @@ class Searched:
 
     def of_planned_step(self, bound_s: float) -> Searched:
         """The same where what is proved is that no plan's step is predicted to take less than this."""
-        assert bound_s <= self.planned_step_s * (1 + ROUNDING), f"{bound_s} s are no bound of {self.planned_step_s} s"
         return self.bounded(bound_s, self.planned_step_s)
 
     def bounded(self, bound_s: float, step_s: float | None = None) -> Searched:
