@@ -202,6 +202,9 @@ class _Steady:
 
 
 def _steady(name: str, ranks: int, micro_batches: int, virtual_stages: int, times: Times) -> _Steady | None:
+    """The shortest step that is tried whose middle repeats itself: of four micro-batches a rank, or of six where ranks
+    have several stages and so look further back and ahead.
+    """
     each = period(name, ranks, micro_batches, virtual_stages)
     if each is None:
         return None
