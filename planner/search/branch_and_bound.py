@@ -49,6 +49,8 @@ from planner.search.unfolding import may_differ, refolded, unfolded
 from planner.solve.problem import Evaluation, evaluate
 from planner.solve.transfers import TransferSchedule
 
+ROUNDING = 1e-9
+"""Bounds and plans add the same numbers in other orders."""
 NEAR = 2.0
 """Shapes at most so many doublings from the best plan's are evaluated before others; see
 :meth:`ParallelConfig.distance`.
@@ -135,6 +137,7 @@ class Searched:
 
     def of_planned_step(self, bound_s: float) -> Searched:
         """The same where what is proved is that no plan's step is predicted to take less than this."""
+        assert bound_s <= self.planned_step_s * (1 + ROUNDING), (bound_s, self.planned_step_s)
         return self.bounded(bound_s, self.planned_step_s)
 
     def bounded(self, bound_s: float, step_s: float | None = None) -> Searched:
