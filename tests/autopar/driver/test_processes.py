@@ -49,9 +49,6 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("spectral", {"data": 2, "zero": 3}, 2),
     ("crowded", {"expert": 4}, 4),
     ("mixtral", {"expert": 2, "offload": "host", "recompute": "full"}, 2),
-    ("deepseek-v3", {"expert": 2, "tensor": 2}, 4),
-    ("qwen3-moe", {"data": 2, "expert": 2, "zero": 3}, 4),
-    ("gpt-oss", {"data": 2, "tensor": 2}, 4),
     ("llama", {"data": 2, "zero": 3, "offload": "host"}, 2),
     ("gpt2", {"replicate": 2, "data": 2, "zero": 2, "recompute": "full", "offload": "host"}, 4),
 ]
