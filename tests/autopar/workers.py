@@ -16,7 +16,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -127,9 +126,9 @@ def crowded(dropout: float = 0.0) -> nn.Module:
     return model
 
 
-def of_zoo(build: Callable[[], nn.Module], dropout: float = 0.0) -> nn.Module:
-    """Of Qwen2-MoE's and DeepSeek's experts one is shared, which is computed while tokens are on their way."""
-    model = build()
+def qwen2_moe(dropout: float = 0.0) -> nn.Module:
+    """One of its experts is shared, which is computed while tokens are on their way."""
+    model = models.qwen2_moe()
     model.config.use_cache, model.config.attention_dropout = False, dropout  # type: ignore[union-attr]
     return model
 
@@ -158,10 +157,7 @@ MODELS: dict[str, Callable[[float], nn.Module]] = {"mlp": mlp, "gpt2": gpt2, "ll
 EXPERTS: dict[str, Callable[[float], nn.Module]] = {
     "mixtral": mixtral,
     "crowded": crowded,
-    "qwen2-moe": partial(of_zoo, models.qwen2_moe),
-    "qwen3-moe": partial(of_zoo, models.qwen3_moe),
-    "deepseek-v3": partial(of_zoo, models.deepseek_v3),
-    "gpt-oss": partial(of_zoo, models.gpt_oss),
+    "qwen2-moe": qwen2_moe,
 }
 """Where tokens go to experts."""
 

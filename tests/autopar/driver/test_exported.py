@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from autopar.measure.local_processes import LocalProcesses
 from planner.plan.plan import Plan
-from tests.autopar.exported import EXPORTED, GRADIENTS, PINS, READERS, exporting, gradients_alike
+from tests.autopar.exported import EXPORTED, GRADIENTS, PINS, READERS, gradients_alike
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[LocalProcesses]:
-    with exporting() as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("name", PINS["fsdp2"])
-def test_fsdp2_code_gives_the_loss_and_the_gradients_of_the_original(processes: LocalProcesses, name: str) -> None:
-    assert gradients_alike(processes, "fsdp2", name) == GRADIENTS
+def test_fsdp2_code_gives_the_loss_and_the_gradients_of_the_original(pool: LocalProcesses, name: str) -> None:
+    assert gradients_alike(pool, "fsdp2", name) == GRADIENTS
 
 
 @pytest.mark.parametrize("name", PINS["hf"])
 def test_transformers_makes_of_its_configuration_a_model_with_the_original_s_loss_and_gradients(
-    processes: LocalProcesses, name: str
+    pool: LocalProcesses, name: str
 ) -> None:
     pytest.importorskip("accelerate", reason="Transformers loads sharded models with it")
-    assert gradients_alike(processes, "hf", name) == GRADIENTS
+    assert gradients_alike(pool, "hf", name) == GRADIENTS
 
 
 @pytest.mark.parametrize("to, name", [(to, name) for to, reader in READERS.items() for name in reader.plans])

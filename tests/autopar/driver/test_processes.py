@@ -1,6 +1,6 @@
 """Real processes: the parallel module on gloo against the original model in one process, in float64.
 
-The processes start once; what they do is in ``workers.py``. A case is a model, pins, and a number of ranks.
+What the processes do is in ``workers.py``. A case is a model, pins, and a number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,6 @@ from tests.autopar import by_hand, checkpoints, compiled, elastic, faces, stacke
 
 pytestmark = pytest.mark.processes
 
-PRELOAD = (
-    "torch",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-    "tests.autopar.workers",
-)
 BY_MODULE = {"transformer.wte": 0, "transformer.wpe": 2, "*.ln_?": 0, "transformer.h.*": 3, "*": 0}
 """How GPT-2's parameters are stored on the axis of the data, and gathered."""
 STREAMED = {"*.up_proj": {"tensor": "n.ring"}, "*.down_proj": {"tensor": "k.ring"}}
@@ -55,9 +49,6 @@ CASES: list[tuple[str, dict[str, Any] | None, int]] = [
     ("spectral", {"data": 2, "zero": 3}, 2),
     ("crowded", {"expert": 4}, 4),
     ("mixtral", {"expert": 2, "offload": "host", "recompute": "full"}, 2),
-    ("deepseek-v3", {"expert": 2, "tensor": 2}, 4),
-    ("qwen3-moe", {"data": 2, "expert": 2, "zero": 3}, 4),
-    ("gpt-oss", {"data": 2, "tensor": 2}, 4),
     ("llama", {"data": 2, "zero": 3, "offload": "host"}, 2),
     ("gpt2", {"replicate": 2, "data": 2, "zero": 2, "recompute": "full", "offload": "host"}, 4),
 ]
@@ -88,12 +79,6 @@ def name_of(value: object) -> str:
     if isinstance(value, dict):
         return "+".join(f"{k}{v}" for k, v in value.items())
     return getattr(value, "__name__", str(value))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalProcesses]:
-    with LocalProcesses(4, PRELOAD, timeout_s=60) as processes:
-        yield processes
 
 
 @pytest.mark.parametrize("model, pin, ranks", CASES, ids=name_of)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -33,12 +32,6 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("encoder", {"activations": "all", "micro_batches": 2}, 1),  # whose projections save copies of what others read
     ("functional-gpt", {"activations": "all", "pipeline": 2, "micro_batches": 4, "schedule": "gpipe"}, 2),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalProcesses]:
-    with LocalProcesses(2, ("torch", "tests.autopar.carried"), timeout_s=60) as processes:
-        yield processes
 
 
 def tight(plan: Plan) -> Plan:

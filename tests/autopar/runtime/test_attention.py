@@ -5,7 +5,7 @@ Every way to shard it is compared with the operator in ``test_layers``, rank by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -139,12 +139,6 @@ def drops(kind: str, causal: bool) -> tuple[float, Tensor]:
 def _error(found: Tensor, expected: Tensor) -> float:
     expected = expected.detach()
     return float((found.detach() - expected).abs().max() / expected.abs().max())
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalProcesses]:
-    with LocalProcesses(4, ("torch", "tests.autopar.runtime.test_attention"), timeout_s=60) as processes:
-        yield processes
 
 
 @pytest.mark.processes

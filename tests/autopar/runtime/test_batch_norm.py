@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -174,12 +174,6 @@ CASES: list[dict[str, Any]] = [
     {"micro_batches": 2, "pipeline": 2, "data": 2, "zero": 3},
     {"micro_batches": 1, "pipeline": 2, "data": 2},
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalProcesses]:
-    with LocalProcesses(4, ("torch", "tests.autopar.runtime.test_batch_norm"), timeout_s=60) as processes:
-        yield processes
 
 
 @pytest.mark.processes

@@ -311,12 +311,6 @@ PLANS: list[tuple[dict[str, Any], int, str]] = [
 """Pin, how many samples of 8 a rank loads, and what it is told if each rank draws its own."""
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalProcesses]:
-    with LocalProcesses(4, ("torch", "tests.autopar.loaded"), timeout_s=60) as processes:
-        yield processes
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("pin, own, message", PLANS, ids=str)
 def test_ranks_train_as_one_process_in_the_same_order(

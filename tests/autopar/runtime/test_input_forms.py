@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,12 +31,6 @@ from tests.autopar.other_forms import (
 from tests.autopar.workers import cluster_of
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalProcesses]:
-    with LocalProcesses(4, ("torch", "tests.autopar.other_forms")) as processes:
-        yield processes
 
 
 UNEVEN, HALF, ONE = batch_of(3), batch_of(4), batch_of(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,6 @@ EARLY: list[tuple[str, dict[str, Any], int, int]] = [
     ("shared-layers", {"tensor": 2}, 2, 1),
     ("encoder", {"data": 2, "zero": 0}, 2, 1),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalProcesses]:
-    with LocalProcesses(2, ("torch", "tests.autopar.carried"), timeout_s=60) as processes:
-        yield processes
 
 
 @pytest.mark.parametrize("name, pin, ranks, budgets", CASES, ids=str)

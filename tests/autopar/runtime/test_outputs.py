@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,12 +27,6 @@ CASES: list[tuple[dict[str, Any], int, Any, tuple[str, ...]]] = [
     ({"data": 2}, 2, None, NAMES),
     ({"data": 2}, 2, ("loss",), ()),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalProcesses]:
-    with LocalProcesses(2, ("torch", "tests.autopar.outputs")) as processes:
-        yield processes
 
 
 @pytest.mark.processes

@@ -60,8 +60,7 @@ def both() -> tuple[list[str], bool]:
     return events, all(map(torch.equal, found, wanted))
 
 
-def test_what_is_beside_comes_between() -> None:
-    with LocalProcesses(2, ("torch", "tests.autopar.runtime.test_rows_in_flight")) as processes:
-        for events, is_equal in processes.run(both):
-            assert is_equal
-            assert events == ["start", "beside", "wait"] * 2
+def test_what_is_beside_comes_between(pool: LocalProcesses) -> None:
+    for events, is_equal in pool.run(both, ranks=2):
+        assert is_equal
+        assert events == ["start", "beside", "wait"] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,6 @@ CASES: dict[str, dict[str, Any]] = {
     "table-column": {"table": 2, "tensor": 2, "tables": "table-column", "layers": {"embedding_slabs": {"tensor": "h"}}},
     "each in its own": {"table": 2, "tensor": 2, "tables": EACH},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalProcesses]:
-    with LocalProcesses(4, ("torch", "tests.autopar.tables.dlrm"), timeout_s=60) as processes:
-        yield processes
 
 
 @pytest.mark.processes

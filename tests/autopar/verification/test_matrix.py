@@ -34,6 +34,7 @@ CELLS = [
     ("qwen3-moe", "4", "tensor + sequence"),
     ("qwen3-moe", "2x2", "data x expert"),
     ("deepseek-v3", "2x4", "data x expert"),
+    ("deepseek-v3", "2x2", "expert x tensor"),
     ("qwen2-moe", "2x4", "expert x tensor"),
     ("deepseek-v3", "2", "context"),  # tokens of several sequences whose strips do not live
     ("gpt-oss", "2x2", "data x tensor"),

@@ -546,13 +546,12 @@ def trains_beside_frozen_stages(name: str, document: Mapping[str, Any]) -> float
 
 
 @pytest.mark.processes
-def test_a_rank_of_frozen_parameters_takes_part() -> None:
+def test_a_rank_of_frozen_parameters_takes_part(pool: LocalProcesses) -> None:
     with exact():
         model, batch = made("frozen")
         pins = Pins.parse(pinned(2, 4, "1f1b"))
         plan = plan_traced(trace(model.double(), None, batch), workers.cluster_of(2), pins, Training())
     document = plan.to_dict()
     document["pipeline"]["stages"] = ["0-1", f"2-{document['pipeline']['stages'][-1].split('-')[-1]}"]
-    with LocalProcesses(2, ("torch", "tests.autopar.verification.test_micro_batched_models"), timeout_s=60) as pool:
-        first, second = pool.run(trains_beside_frozen_stages, "frozen", document, ranks=2)
+    first, second = pool.run(trains_beside_frozen_stages, "frozen", document, ranks=2)
     assert first == 0 < second

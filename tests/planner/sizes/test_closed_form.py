@@ -17,10 +17,12 @@ from planner.analysis.prediction import Prediction, predict_micro_batched
 from planner.base.errors import PlanError
 from planner.base.symbolic_float import growing, largest
 from planner.base.symbolic_int import along, at_sizes, batch_of, describe, micro_batches_of, quotient, sequence_of
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.pinned_space import pinned_space
 from planner.formulation.strategies import rules_of
 from planner.ir.graph import Graph, Node, Ref, TensorType
 from planner.plan.document.fingerprint import model_facts
-from planner.plan.plan import Plan, restage, restore
+from planner.plan.plan import Plan, refold, restage, restore
 from planner.sizes.closed_form import Formulas
 from planner.sizes.size_propagation import NotFollowed, follow
 from tests.planner.plans import Build as Written
@@ -380,12 +382,12 @@ IN_EACH: list[dict[str, Any]] = [
 
 
 def there_planned(plan: Plan, pin: dict[str, Any], count: int, batch: int = 512) -> Prediction:
-    """The decisions of a plan, in the space that planning with so many micro-batches looks at."""
-    other = mlp_plan(batch, {**pin, "micro_batches": count})
-    space, graph = other.assignment.space, other.assignment.space.graph
-    assert space.mesh.micro_batches == count
-    renamed = replace(plan, model=model_facts(graph, "ResidualMLP"), decided=None)
-    assignment = restore(renamed, space, model_facts(graph, "ResidualMLP"))
+    """The decisions of a plan, in the space of so many micro-batches."""
+    graph, pins = residual_mlp(batch=batch), Pins.parse({**pin, "micro_batches": count})
+    facts, stages = model_facts(graph, "ResidualMLP"), 1 if plan.pipeline is None else plan.pipeline.ranks
+    renamed, mesh = replace(plan, model=facts, decided=None), plan.mesh.micro_batched(count)
+    space = pinned_space(graph, refold(renamed, graph, facts), mesh, plan.cluster, pins, plan.training, stages)
+    assignment = restore(renamed, space, facts)
     staged = restage(plan, assignment)
     assert staged is not None
     return predict_micro_batched(assignment, staged)

@@ -1,0 +1,21 @@
+"""The processes that tests share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from autopar.measure.local_processes import LocalProcesses
+
+PRELOAD = (
+    *("tests.conftest", "torch", "torch.export._trace", "torch._functorch.aot_autograd", "networkx"),
+    *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
+    *("autopar.driver.parallelize", "tests.autopar.workers"),
+)
+"""What most of them need, under what tests run under: imported once for all."""
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[LocalProcesses]:
+    """Four, of which a call takes as many as it needs. They start once, and keep what they captured for other tests."""
+    with LocalProcesses(4, PRELOAD, timeout_s=60) as processes:
+        yield processes
