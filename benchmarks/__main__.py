@@ -71,7 +71,10 @@ EXPERT_CASES = tuple(
     step_time.Case("expert", ranks, heap, steps=32) for ranks in (2, 4) for heap in ("default", "kept")
 )
 SHARD_CASES = tuple(step_time.Case(kind, ranks) for kind in ("zero 2", "zero 3") for ranks in (2, 4))
-COMPILED_CASES = tuple(compiled.Case(kind, 2, shape) for shape in compiled.SHAPES.values() for kind in compiled.KINDS)
+COMPILED_CASES = (
+    *(compiled.Case(kind, 2, shape) for shape in compiled.SHAPES.values() for kind in compiled.KINDS),
+    compiled.Case("zero 3", 4, compiled.SHAPES["wide"]),
+)
 THEIRS = {
     "data": "DDP",
     "zero 2": "fully_shard, kept",

@@ -43,7 +43,7 @@ SHAPES = {"wide": Shape(layers=4), "narrow": Shape(layers=4, hidden=128, heads=4
 """Of a wide model products take most of the time, which compiling leaves as they are; of a narrow one less."""
 DEPTHS = (2, 32)
 STEPS, WARMUP = 8, 2
-STARTS = 5
+STARTS = 3
 """How memory happens to lie lasts as long as a process: ratios differ more between starts than between steps."""
 TIMEOUT_S = 600.0
 """So long a rank waits for others, which may still be compiling."""
