@@ -430,7 +430,7 @@ def seconds_by_use(assignment: Assignment) -> dict[str, float]:
     space = assignment.space
     uses = ("compute", "recompute", "communication", "gradients", "optimizer", "offload")
     time = dict.fromkeys(uses, 0.0)
-    cover = 0.0
+    cover, hidden = 0.0, space.overlap if space.unsharding.overlaps_reduce else 0.0
     for variable, names in space.members.items():
         node, times = space.graph.by_name[names[0]], len(names)
         if node.is_leaf:
@@ -444,7 +444,7 @@ def seconds_by_use(assignment: Assignment) -> dict[str, float]:
         time["communication"] += work.inner_s * times
         again = space.decision_graph.runs_again(variable, assignment.recompute)
         time["recompute"] += (work.forward_s + work.inner_forward_s) * again
-        cover += work.backward_s * space.overlap * times
+        cover += work.backward_s * hidden * times
     for each, times in conversions(assignment):
         forward_s, backward_s = space.conversion_s(each.ref, each.source, each.target)
         time["communication"] += forward_s * times

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
 from planner.analysis.memory import usage
 from planner.analysis.pipeline.staged import in_one_piece
+from planner.analysis.prediction import seconds_by_use
 from planner.cost.cluster import ClusterSpec
 from planner.cost.model import CostModel
 from planner.formulation.assignment import assignment_of
@@ -48,5 +50,6 @@ def test_it_takes_and_holds_what_all_of_it_does(graph: Graph, spec: ClusterSpec,
             staged, followed = in_one_piece(assignment), usage(assignment)
             assert staged.peak_bytes == followed.peak_bytes, (mesh.sizes, recompute)
             assert staged.step_s == pytest.approx(evaluate(space.problem(None, recompute), choices).time_s, rel=1e-9)
+            assert staged.step_s == pytest.approx(math.fsum(seconds_by_use(assignment).values()), rel=1e-9)
             compared += 1
     assert compared > 5
