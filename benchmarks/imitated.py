@@ -33,6 +33,9 @@ FULL, BY_OPERATOR = "full", "by operator"
 EAGER = {"overlaps": ["gathers"]}
 COMPILED = {"compile": "layers", "overlaps": ["gathers"]}
 ASYNC = {"compile": "layers", "overlaps": ["gathers", "tensor"]}
+FLOAT8 = {"float8": True}
+FOREACH = {"optimizer": "foreach"}
+"""Until torchtitan #881 (February 2025) its default."""
 SIZES = {"Llama 3 8B": (32, 4096, 14336, 32), "Llama 3 70B": (80, 8192, 28672, 64), "Qwen3 32B": (64, 5120, 25600, 64)}
 """Layers, width, hidden features of the perceptron, and heads."""
 NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -41,27 +44,43 @@ TRAINING = Training(optimizer_bytes_per_element=10)
 RESERVED = 62.51 / 52.13
 """What torch's caching allocator reserves over what is allocated at most, which is what runs log: measured by the
 authors of FSDP2 for Llama 7B with selective recomputation (pytorch/torchtitan #135); nearly empty devices have more."""
-WIDE = 4
-"""Bytes of float32, in which FSDP2 reduces gradients."""
+NARROW, HALF, WIDE = 1, 2, 4
+"""Bytes of float8, of bfloat16, and of float32, in which FSDP2 reduces gradients."""
+TAKEN = {False: 24 / 132, True: 16 / 132}
+"""Share of an H100's multiprocessors that a collective of NCCL's takes, in a node and across: one for each channel, of
+which it logs 24 on eight GPUs and 16 on more. Others measured 19 % on average (arXiv 2507.03114)."""
 STRIDED = 2
 """Times that eager ``torch.cat`` takes for what is cut along the sequence to be scattered. It moves strided tensors one
 element at a time, and in bfloat16 as many a second as in float32 (the table of pytorch #150233, before vectors)."""
 ROTARY = 20 - 4
 """Bytes of an element of queries and keys that inductor moves in three kernels for torchtitan's complex rotation, for
 which it has no code and calls the eager operator (to float32, times, and back), less those of one kernel."""
+CLIPPED = 3 * WIDE
+"""Bytes of an element of gradients that ``clip_grad_norm_`` moves: read for the norm, read, and written."""
+SUMMED = 0.33
+"""Share of the memory's bandwidth at which ``torch.sum`` adds up the pieces of an asynchronous reduction, which is
+exposed: 23 to 43 % (pytorch #191803)."""
+TURNED = 10 * HALF
+"""Bytes of an element that eager layers of Qwen move to rotate it: two products, halves negated and joined, a sum."""
 DIFFERS = (
-    "All devices are the torchtitan team's H100 with 96 GB at 2.4 TB/s and 500 W, given all the memory that is needed. "
-    "Transformers' models, which repeat heads of keys as the runs do; torchtitan compiles each layer by itself. *By "
-    "operator* recomputation keeps attention and every other product of a layer. *Besides* is what torchtitan does and "
-    "no plan: the copies of FSDP2's buffers; its last reduction, which nothing is left to hide, in float32; what is "
-    "gathered or scattered along the sequence is put in order (`torch.cat`, whole), as DTensor has it unless a fused "
-    "product does it in pieces, and slower where eager scatters; compiled layers of Llama rotate queries and keys as "
-    "complex numbers, which inductor does not fuse; eager layers are recomputed whole, without an early stop, since "
-    "torchtitan #1580 (August 2025). Peaks are those of plans, with shards that are the masters, embedding and head "
-    "gathered all along, what eager layers cache of kept products though backward needs it not, and one copy more of "
-    "the logits in the loss of DTensors; times 1.2, which the allocator reserves (torchtitan #135). pytorch #149990 "
-    "does not say its local batch: that of the team's later runs is taken, and what it calls GB is what torchtitan "
-    "logs, GiB"
+    "All devices are the torchtitan team's H100 with 96 GB at 2.4 TB/s and 500 W, given all the memory that is "
+    "needed. Transformers' models, which repeat heads of keys as the runs do; torchtitan compiles each layer by "
+    "itself. *By operator* recomputation keeps attention and every other product of a layer. *Besides* is what "
+    "torchtitan does and no plan: the copies of FSDP2's buffers; clipped gradients; its last reduction, which nothing"
+    " is left to hide, in float32; *beside*, the multiprocessors that its other collectives take from what computes; "
+    "what is gathered or scattered along the sequence is put in order (`torch.cat`, whole), as DTensor has it unless "
+    "a fused product does it in pieces (less than a plan's copies, hence below zero), and slower where eager "
+    "scatters; fused products add up those pieces at the end (*sums*), and no product is fused with the scatters of "
+    "backward, which have a sum of several and are *waited for* (pytorch #149946); layers in float8 gather in float8 "
+    "(torchao's `float8_tensor_parallel`); compiled layers of Llama rotate queries and keys as complex numbers, which"
+    " inductor does not fuse; layers of Qwen gather queries and keys from the tensor group behind their norms and "
+    "rotate them *whole* (torchtitan #1867, October 2025); eager layers are recomputed whole, without an early stop, "
+    "since torchtitan #1580 (August 2025). Peaks are those of plans, with shards that are the masters, embedding and "
+    "head gathered all along, what eager layers cache of kept products though backward needs it not, and one copy "
+    "more of the logits in the loss of DTensors; times 1.2, which the allocator reserves (torchtitan #135). pytorch "
+    "#149990 does not say its local batch: that of the team's later runs is taken, and what it calls GB is what "
+    "torchtitan logs, GiB. It, torchtitan #929, #996 and #1690 do not say the power limit of their devices: at 700 W "
+    "the held out run of #1690 would be 2.5 % too quick, and its first under tensor parallelism 5.1 %"
 )
 
 
@@ -96,16 +115,21 @@ class Published:
         return "tensor" in self.software["overlaps"]
 
     @property
+    def gathers_float8(self) -> bool:
+        """Whether tensor parallelism gathers what is cast already, as torchao does where a tensor has one scale."""
+        return "float8" in self.software and self.tensor > 1
+
+    @property
     def name(self) -> str:
         tensor = f" x TP {self.tensor}" if self.tensor > 1 else ""
         return f"{self.model}, FSDP {self.sharded}{tensor}, batch {self.batch}"
 
 
 RUNS = (
-    Published("Llama 3 8B", 8, 1, 2, 8192, BY_OPERATOR, EAGER, 5762, 82.4),
-    Published("Llama 3 8B", 8, 1, 2, 8192, BY_OPERATOR, COMPILED, 6667, 77.0),
-    Published("Llama 3 8B", 128, 1, 2, 8192, BY_OPERATOR, EAGER, 5605, 67.0),
-    Published("Llama 3 8B", 128, 1, 2, 8192, BY_OPERATOR, COMPILED, 6514, 62.0),
+    Published("Llama 3 8B", 8, 1, 2, 8192, BY_OPERATOR, EAGER | FOREACH, 5762, 82.4),
+    Published("Llama 3 8B", 8, 1, 2, 8192, BY_OPERATOR, COMPILED | FOREACH, 6667, 77.0),
+    Published("Llama 3 8B", 128, 1, 2, 8192, BY_OPERATOR, EAGER | FOREACH, 5605, 67.0),
+    Published("Llama 3 8B", 128, 1, 2, 8192, BY_OPERATOR, COMPILED | FOREACH, 6514, 62.0),
     Published("Llama 3 70B", 16, 8, 16, 8192, FULL, COMPILED, 598, 71.51),
     Published("Llama 3 70B", 16, 8, 16, 8192, FULL, ASYNC, 673, 71.08),
     Published("Qwen3 32B", 4, 8, 16, 4096, FULL, EAGER, 876, 43.45, early_stop=False),
@@ -113,7 +137,6 @@ RUNS = (
     Published("Qwen3 32B", 8, 8, 32, 4096, FULL, EAGER, 873, 63.27, early_stop=False),
 )
 """``../shared/validation``: torchtitan's benchmarks of December 2024, pytorch #149990, and torchtitan #1690."""
-FLOAT8 = {"float8": True}
 HELD_OUT = (
     Published("Llama 3 70B", 32, 8, 16, 8192, FULL, COMPILED, 597.3),
     Published("Llama 3 70B", 32, 8, 16, 8192, FULL, ASYNC, 652.4),
@@ -121,10 +144,10 @@ HELD_OUT = (
     Published("Llama 3 70B", 32, 8, 16, 8192, FULL, ASYNC | FLOAT8, 942.4),
     Published("Llama 3 8B", 8, 8, 12, 8192, BY_OPERATOR, COMPILED, 4378),
     Published("Llama 3 8B", 8, 8, 12, 8192, BY_OPERATOR, ASYNC, 4809.4),
-    Published("Llama 3 8B", 8, 1, 2, 8192, BY_OPERATOR, COMPILED | FLOAT8, 8532, 76.8),
-    Published("Llama 3 8B", 128, 1, 2, 8192, BY_OPERATOR, COMPILED | FLOAT8, 8380, 61.8),
-    Published("Llama 3 70B", 32, 8, 16, 8192, FULL, COMPILED | FLOAT8, 829, 71.9),
-    Published("Llama 3 70B", 32, 8, 16, 8192, FULL, ASYNC | FLOAT8, 876, 67.6),
+    Published("Llama 3 8B", 8, 1, 2, 8192, BY_OPERATOR, COMPILED | FLOAT8 | FOREACH, 8532, 76.8),
+    Published("Llama 3 8B", 128, 1, 2, 8192, BY_OPERATOR, COMPILED | FLOAT8 | FOREACH, 8380, 61.8),
+    Published("Llama 3 70B", 32, 8, 16, 8192, FULL, COMPILED | FLOAT8 | FOREACH, 829, 71.9),
+    Published("Llama 3 70B", 32, 8, 16, 8192, FULL, ASYNC | FLOAT8 | FOREACH, 876, 67.6),
     Published("Llama 3 8B", 8, 1, 1, 8192, BY_OPERATOR, EAGER, 5959, 49.58),
     Published("Llama 3 8B", 8, 1, 1, 8192, BY_OPERATOR, COMPILED, 6500, 47.65),
     Published("Qwen3 32B", 8, 1, 2, 4096, FULL, COMPILED, 1874, 81.85),
@@ -213,6 +236,11 @@ def _vocabulary(found: Searched) -> TensorType:
     return max(leaves, key=lambda tensor: tensor.numel)
 
 
+def _elements(found: Searched) -> int:
+    """Of all parameters."""
+    return sum(leaf.results[0].numel for leaf in found.assignment.space.graph.leaves if leaf.op == "param")
+
+
 def _root_elements(row: Published, found: Searched) -> float:
     """Elements of embedding and head that a rank has gathered; FSDP2 keeps its root's until backward is over."""
     return 2 * _vocabulary(found).numel / row.tensor
@@ -230,21 +258,70 @@ def _besides(row: Published, found: Searched) -> dict[str, float]:
     """Seconds of what torchtitan does and the plan does not; see :data:`DIFFERS`."""
     assignment = found.assignment
     space = assignment.space
-    left = {"copies": copies_s(found) / row.tensor}
+    own = _elements(found) / (row.sharded * row.tensor)
+    left = {"copies": copies_s(found) / row.tensor, "clipped": space.cost.compute_s(0.0, CLIPPED * own, "float32", 0)}
     data = next(axis for axis in space.mesh.axes if axis.name == "data")
     left["last reduction"] = space.cost.collective_s("reduce_scatter", data, WIDE * _root_elements(row, found))
-    if row.tensor > 1 and not row.is_asynchronous:
-        scattered = 1 if row.is_compiled else STRIDED
-        # Read and written whole, where the plan has one pass over the whole and one over the part.
-        often = {"all_gather": row.tensor - 1, "reduce_scatter": 2 * scattered - 1 - 1 / row.tensor}
-        calls = collectives(assignment).items()
-        size = math.fsum(n * often.get(call.kind, 0) * call.bytes_in for call, n in calls if call.axis == "tensor")
-        left["put in order"] = space.cost.compute_s(0.0, size, "bfloat16", 0)
+    if row.tensor > 1:
+        left |= _tensor_parallel(row, found)
     if row.is_compiled and row.model.startswith("Llama"):
         left["rotated"] = space.cost.compute_s(0.0, 3 * ROTARY * _rotated_elements(row, found), "bfloat16", 0)
     if row.recompute == FULL and not row.early_stop and not row.is_compiled:
         left["recomputed whole"] = _layer(found)[1] * skipped_s(assignment)
+    left["beside"] = TAKEN[row.sharded * row.tensor > space.cost.cluster.spans[0]] * _gathering_s(row, found)
     return left
+
+
+def _gathering_s(row: Published, found: Searched) -> float:
+    """Seconds in which FSDP2 gathers parameters, twice, and reduces their gradients, next to all beside computing."""
+    space = found.assignment.space
+    data = next(axis for axis in space.mesh.axes if axis.name == "data")
+    elements = _elements(found) / row.tensor
+    gathered_s = space.cost.collective_s("all_gather", data, HALF * elements / row.sharded)
+    return 2 * gathered_s + space.cost.collective_s("reduce_scatter", data, WIDE * elements)
+
+
+def _tensor_parallel(row: Published, found: Searched) -> dict[str, float]:
+    """Of what is gathered and scattered along the sequence: what puts it in order, less the plan's one pass over the
+    whole and one over the part; what fused products do instead; and what is saved by gathering in float8.
+
+    Gathers are fused with the products that read them, scatters with the one that makes them, which backward adds up.
+    """
+    space = found.assignment.space
+    tensor = next(axis for axis in space.mesh.axes if axis.name == "tensor")
+    device, scattered = space.cost.device, 1 if row.is_compiled else STRIDED
+    narrow = NARROW / HALF if row.gathers_float8 else 1.0
+    exposed = 1 / row.tensor if row.is_asynchronous else 1.0
+    calls = {call: count for call, count in collectives(found.assignment).items() if call.axis == "tensor"}
+    summed = {  # what is gathered forward is scattered backward, a sum of products
+        call.bytes_in * row.tensor: count
+        for call, count in calls.items()
+        if call.kind == "all_gather" and call.phase == "forward"
+    }
+    ordered, left = 0.0, {"sums": 0.0, "waited for": 0.0, "in float8": 0.0}
+    for call, count in calls.items():
+        seconds = space.cost.collective_s(call.kind, tensor, call.bytes_in)
+        whole = call.bytes_in * (row.tensor if call.kind == "all_gather" else 1)
+        part = whole / row.tensor
+        if call.kind == "all_gather":
+            moved = count * 2 * narrow * (part if row.is_asynchronous else whole)
+            left["in float8"] -= count * (1 - narrow) * exposed * seconds
+        elif call.kind == "reduce_scatter":
+            by_sums = min(count, summed.get(whole, 0)) if call.phase == "backward" else 0
+            fused = count - by_sums if row.is_asynchronous else 0
+            moved = (count - fused) * 2 * scattered * whole
+            left["sums"] += fused * (whole + part) / (SUMMED * device.memory_bandwidth_bytes_per_s)
+            left["waited for"] += by_sums * (1 - exposed) * seconds
+        else:
+            continue
+        ordered += moved - count * (whole + part)
+    left["put in order"] = ordered / (device.memory_efficiency * device.memory_bandwidth_bytes_per_s)
+    if row.model.startswith("Qwen"):
+        queries = _rotated_elements(row, found)
+        moved = 2 * HALF * row.tensor * queries + TURNED * (row.tensor - 1) * queries
+        gathered_s = space.cost.collective_s("all_gather", tensor, HALF * queries)
+        left["whole queries"] = 2 * (gathered_s + space.cost.compute_s(0.0, moved, "bfloat16", 0))
+    return {what: seconds for what, seconds in left.items() if seconds}
 
 
 def _held(row: Published, found: Searched) -> dict[str, float]:

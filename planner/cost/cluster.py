@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
 
+WHISKER = 2.7
+"""Standard deviations of a normal beyond which a box plot shows outliers (Tukey, 1977): one in 144."""
 MOST_DEVICES = 2**20
 """Of a cluster: meshes of more would take longer to list than to search."""
 
@@ -84,6 +87,8 @@ class Device(Described):
             named.
         attention_kernels: that share of several kernels.
         attention_kernel: which of them runs.
+        clock_spread: from the slowest to the fastest device of this kind that is no outlier, what their clocks under
+            the power limit differ by, over the median; a step waits for the slowest. Left out: they are alike.
         memory_efficiency: share of the bandwidth that large operators reach.
         multiprocessors: how many there are, each computing a tile at a time; without, products are priced by flops.
         cache_bandwidth_bytes_per_s: from the shared cache to all multiprocessors.
@@ -101,6 +106,7 @@ class Device(Described):
     attention_efficiency: Efficiency = Field(default=(0.5, 0.4), examples=["[0.5, 0.4]"])
     attention_kernels: AttentionKernels | None = Field(default=None, examples=["{flash_2: [0.37, 0.33]}"])
     attention_kernel: AttentionKernel | None = Field(default=None, examples=["flash_2"])
+    clock_spread: float | None = Field(default=None, ge=0, le=0.5, examples=["0.08"])
     memory_efficiency: Fraction = 0.85
     multiprocessors: int | None = Field(default=None, ge=1, examples=["132"])
     cache_bandwidth_bytes_per_s: BytesPerS | None = Field(default=None, gt=0, examples=["5.5 TB/s"])
@@ -126,6 +132,17 @@ class Device(Described):
                 f"Add it there, as shares of the peak forward and backward, such as {self.attention_kernel}: [0.6, 0.5]"
             )
         return found
+
+    def at_clock(self, share: float) -> Device:
+        """This device at a share of its sustained clock, at which it computes; memory has a clock of its own."""
+        forward, backward = self.attention
+        return self.model_copy(
+            update={
+                "matmul_efficiency": self.matmul_efficiency * share,
+                "attention_kernel": None,
+                "attention_efficiency": (forward * share, backward * share),
+            }
+        )
 
     @property
     def usable_bytes(self) -> int:
@@ -279,6 +296,16 @@ class ClusterSpec(Described):
     def world_size(self) -> int:
         """How many devices, and so ranks, there are."""
         return math.prod(level.size for level in self.levels)
+
+    @property
+    def slowest(self) -> Device:
+        """The device that a step waits for: the slowest that so many are expected to have, outliers being replaced.
+
+        Clocks are taken to be normal. How far the last of ``n`` is from the mean: Blom (1958), to 1 % from eight on.
+        """
+        n = self.world_size
+        deviations = min(WHISKER, NormalDist().inv_cdf((n - 0.375) / (n + 0.25)))
+        return self.device.at_clock(1 - (self.device.clock_spread or 0.0) / 2 * deviations / WHISKER)
 
     @property
     def on_cpu(self) -> bool:

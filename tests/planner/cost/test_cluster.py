@@ -159,6 +159,21 @@ def test_attention_runs_at_the_rate_of_its_kernel() -> None:
         ClusterSpec.from_dict(fields)
 
 
+@pytest.mark.parametrize(("devices", "deviations"), [(1, 0.0), (2, 0.5642), (8, 1.4236), (96, 2.4925), (1000, 2.7)])
+def test_a_step_waits_for_the_slowest_device(devices: int, deviations: float) -> None:
+    """Expected largest of so many normal numbers, as Harter (1961) tabulates it, as long as it is no outlier."""
+    spec = ClusterSpec.preset("dgx-h100", devices=devices)
+    share = 1 - deviations / 2.7 * 0.08 / 2
+    slowest = spec.slowest
+    assert slowest.matmul_efficiency == pytest.approx(0.73 * share, abs=3e-4 if devices > 1 else 1e-15)
+    assert slowest.attention == pytest.approx((0.37 * share, 0.33 * share), abs=2e-4 if devices > 1 else 1e-15)
+    assert slowest.memory_bandwidth_bytes_per_s == spec.device.memory_bandwidth_bytes_per_s
+
+
+def test_processes_on_a_host_are_equally_fast() -> None:
+    assert ClusterSpec.local(4, "1 GiB", cores=2).slowest == ClusterSpec.local(4, "1 GiB", cores=2).device.at_clock(1)
+
+
 def test_products_of_float32_run_as_they_are_told_to() -> None:
     device = ClusterSpec.preset("dgx-a100").device
     assert device.peak("float32") == 19.5e12

@@ -395,12 +395,28 @@ def test_published_all_reduce_on_one_dgx_h100() -> None:
     assert 460e9 < bus_bandwidth < 480e9
 
 
+def test_arithmetic_takes_as_long_as_on_the_slowest_device_and_memory_does_not() -> None:
+    alone, many = (CostModel(ClusterSpec.preset("dgx-a100", devices=count)) for count in (1, 1024))
+    longer = 1 / (1 - 0.08 / 2)  # the last of 1,024 is the last that is no outlier
+    for kernel in (Product(8192, 8192, 8192), Attention(64, 4096, 4096, 128, causal=True)):
+        seconds = [
+            cost.compute_s(0.0, 0.0, "bfloat16", 0, each)
+            for cost in (alone, many)
+            for each in (kernel, kernel.backward)
+        ]
+        assert seconds[2:] == pytest.approx([longer * each for each in seconds[:2]], rel=1e-3)
+        least = [cost.least_s(kernel.flops, 0.0, "bfloat16", kernel) for cost in (alone, many)]
+        assert least[1] == pytest.approx(longer * least[0], rel=1e-3) and least[1] <= seconds[2] * SLACK
+    assert alone.compute_s(0.0, 1e9, "bfloat16") == many.compute_s(0.0, 1e9, "bfloat16")
+
+
 def test_products_in_float8_by_hand() -> None:
     """On a device without tiles: flops at float8's peak, and five bytes for each element of both operands; backward
     twice those flops, three bytes for operands that are cast again and five for the gradient.
     """
-    device = ClusterSpec.preset("dgx-h100").device.model_copy(update={"multiprocessors": None})
-    cluster = ClusterSpec.preset("dgx-h100").model_copy(update={"device": device, "software": Software(float8=True)})
+    alone = ClusterSpec.preset("dgx-h100", devices=1)
+    device = alone.device.model_copy(update={"multiprocessors": None})
+    cluster = alone.model_copy(update={"device": device, "software": Software(float8=True)})
     cost, product = CostModel(cluster), Product(4096, 1024, 2048)
     flops, memory = 2 * 4096 * 1024 * 2048 / (1979e12 * 0.73), 3.35e12 * 0.85
     operands, result = 4096 * 2048 + 2048 * 1024, 4096 * 1024
@@ -417,8 +433,8 @@ def test_products_in_float8_by_hand() -> None:
 
 def test_products_that_a_plan_scales_by_hand() -> None:
     """By rows, backward finds all scales anew, and two of the gradient; each takes seven kernels, and a cast one."""
-    device = ClusterSpec.preset("dgx-h100").device.model_copy(update={"multiprocessors": None})
-    cost = CostModel(ClusterSpec.preset("dgx-h100").model_copy(update={"device": device}))
+    alone = ClusterSpec.preset("dgx-h100", devices=1)
+    cost = CostModel(alone.model_copy(update={"device": alone.device.model_copy(update={"multiprocessors": None})}))
     flops, memory = 2 * 4096 * 1024 * 2048 / (1979e12 * 0.73), 3.35e12 * 0.85
     operands, result = 4096 * 2048 + 2048 * 1024, 4096 * 1024
     kinds: tuple[tuple[Scaling, int, int, int], ...] = (("tensorwise", 3, 8, 11), ("rowwise", 5, 10, 32))

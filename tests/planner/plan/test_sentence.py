@@ -25,7 +25,7 @@ def nodes(count: int) -> ClusterSpec:
 PLANS: dict[str, Callable[[], Plan]] = {
     "one device": lambda: plan_of(residual_mlp(), cluster(1)),
     "searched": lambda: plan_of(residual_mlp()),
-    "searched, two nodes": lambda: plan_of(BIG, nodes(2)),
+    "searched, two nodes": lambda: plan_of(residual_mlp(layers=2, batch=2048), nodes(2)),
     "FSDP": lambda: plan_of(residual_mlp(), pin={"data": 4}),
     "hierarchical": lambda: plan_of(BIG, nodes(4), {"replicate": 4, "data": 8, "zero": 3}),
     "tensor and data": lambda: plan_of(BIG, nodes(4), {"tensor": 8}),

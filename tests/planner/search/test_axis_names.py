@@ -24,7 +24,7 @@ CASES: dict[str, tuple[Graph, ClusterSpec, tuple[str, ...]]] = {
     "copies": (residual_mlp(batch=2**14, width=16), cluster(4), ("replicate", "data")),
     "a small batch": (residual_mlp(batch=7, width=512), cluster(2), ("tensor",)),
     "wide": (residual_mlp(), cluster(4), ("tensor_a", "tensor_b")),
-    "more devices than are of use": (residual_mlp(layers=2, batch=4096), H100S, ("idle", "data")),
+    "more devices than are of use": (residual_mlp(layers=2, batch=2048), H100S, ("idle", "data")),
     "long": (attention(3072), cluster(3), ("context",)),
 }
 
