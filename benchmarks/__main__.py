@@ -71,7 +71,10 @@ EXPERT_CASES = tuple(
     step_time.Case("expert", ranks, heap, steps=32) for ranks in (2, 4) for heap in ("default", "kept")
 )
 SHARD_CASES = tuple(step_time.Case(kind, ranks) for kind in ("zero 2", "zero 3") for ranks in (2, 4))
-COMPILED_CASES = tuple(compiled.Case(kind, 2) for kind in compiled.KINDS)
+COMPILED_CASES = (
+    *(compiled.Case(kind, 2, shape) for shape in compiled.SHAPES.values() for kind in compiled.KINDS),
+    compiled.Case("zero 3", 4, compiled.SHAPES["wide"]),
+)
 THEIRS = {
     "data": "DDP",
     "zero 2": "fully_shard, kept",
@@ -237,34 +240,41 @@ def compiled_blocks() -> None:
     found = []
     for case in COMPILED_CASES:
         found.append(compiled.compare(case))
-        print(f"stepped {case.kind}: {found[-1].cpu_ratio('eager'):.3f} of eager", flush=True)
+        print(f"stepped {case.kind}: {found[-1].cpu_ratio('compiled', 'eager'):.3f} of eager", flush=True)
     depths = compiled.depths()
+    names = {shape: name for name, shape in compiled.SHAPES.items()}
     rows = [
         {
+            "model": names[r.case.shape],
             "plan": ", ".join(f"{k}={v}" for k, v in r.case.pin.items()),
             "theirs": THEIRS[r.case.kind],
-            "graphs": str(r.graphs),
-            **{f"{side} s": f"{statistics.median(r.wall_s[side]):.3f}" for side in compiled.SIDES},
-            "of eager": f"{r.ratio('eager'):.3f}",
-            "of theirs": f"{r.ratio('theirs'):.3f}",
-            **{f"{side} CPU s": f"{statistics.median(r.cpu_s[side]):.3f}" for side in compiled.SIDES},
-            "CPU of eager": f"{r.cpu_ratio('eager'):.3f}",
-            "CPU of theirs": f"{r.cpu_ratio('theirs'):.3f}",
-            "loss differs by": f"{r.loss_difference:.1e}",
+            "graphs": str(r.starts[0].graphs),
+            **{f"{side} s": f"{r.wall_s(side):.3f}" for side in compiled.SIDES},
+            "of eager": f"{r.ratio('compiled', 'eager'):.3f}",
+            "of theirs": f"{r.ratio('compiled', 'theirs'):.3f}",
+            "theirs of their eager": f"{r.ratio('theirs', 'theirs eager'):.3f}",
+            **{f"{side} CPU s": f"{r.cpu_s(side):.3f}" for side in compiled.SIDES},
+            "CPU of eager": f"{r.cpu_ratio('compiled', 'eager'):.3f}",
+            "CPU of theirs": f"{r.cpu_ratio('compiled', 'theirs'):.3f}",
+            "CPU of theirs of their eager": f"{r.cpu_ratio('theirs', 'theirs eager'):.3f}",
+            "loss differs by": f"{max(each.loss_difference for each in r.starts):.1e}",
         }
         for r in found
     ]
-    shape = found[0].case.shape
     taken = "; ".join(
         f"{d.layers} layers: {d.compile_s:.1f} s, {d.again_s:.1f} s again, {d.graphs} graphs" for d in depths
     )
-    sizes = f"{shape.layers} layers of width {shape.hidden}, {shape.vocab} tokens of vocabulary"
+    sizes = "; ".join(
+        f"*{name}*: {shape.layers} layers of width {shape.hidden}, {shape.vocab} tokens of vocabulary, "
+        f"{shape.batch} x {shape.sequence} tokens"
+        for name, shape in compiled.SHAPES.items()
+    )
     notes = (
-        f"One training step (forward, backward, fused AdamW) of a Llama on local gloo processes: {sizes}, "
-        f"{shape.batch} x {shape.sequence} tokens, float32: "
-        "ours with compiled and with eager blocks, and torch's own with every layer under `torch.compile`. Medians of "
-        f"{compiled.STEPS} steps, interleaved in one run; CPU seconds are those of the busiest rank. CPU seconds of "
-        f"compiling a narrow Llama with inductor's cache empty, and again with what that left there: {taken}."
+        f"One training step (forward, backward, fused AdamW) of a Llama on local gloo processes, in float32 ({sizes}): "
+        "ours with compiled and with eager blocks, and torch's own with every layer under `torch.compile`, and eager. "
+        f"Medians over {compiled.STARTS} starts of medians of {compiled.STEPS} steps, sides in turns, and of ratios "
+        "within a start; CPU seconds are those of the busiest rank. CPU seconds of compiling a narrow Llama with "
+        f"inductor's cache empty, and again with what that left there: {taken}."
     )
     raw = {"steps": [asdict(r) for r in found], "depths": [asdict(d) for d in depths]}
     print(record.write("compiled", "Compiled blocks", notes, rows, raw, facts), flush=True)

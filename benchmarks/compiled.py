@@ -1,10 +1,11 @@
 """Compiled blocks: a step of a Llama beside our eager blocks, and beside torch's hand-written plan, compiled.
 
 Data parallel: ours pinned ``{"data": n, "zero": 0}`` against ``DistributedDataParallel``. Sharded: ``zero`` 3 against
-``fully_shard`` of every layer and of the rest. On their side every layer is compiled as a whole graph, as torchtitan
-does it. All three sides train the same model on the same batches from the same weights with torch's fused AdamW, in
-turns in one run, and the losses must agree. Tensor parallel is left out: layers of ``parallelize_module`` that are
-compiled so raise in backward (torch 2.13, ``'Tensor' object has no attribute '_local_tensor'``).
+``fully_shard`` of every layer and of the rest. Torch's own run eager, and with every layer compiled as a whole graph,
+as torchtitan does it, which says what compiling gains on this machine. All sides train the same model on the same
+batches from the same weights with torch's fused AdamW, in turns in one run, and the losses must agree. Tensor parallel
+is left out: layers of ``parallelize_module`` that are compiled so raise in backward (torch 2.13, ``'Tensor' object has
+no attribute '_local_tensor'``).
 
 How compiling grows with depth is measured apart, in one process: CPU seconds of a model's first step, which compiles,
 less those of a later one.
@@ -19,7 +20,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,9 +38,13 @@ from benchmarks.step_time import Batch, Side
 PRELOAD = ("torch", "transformers.models.llama.modeling_llama", "benchmarks.compiled")
 KINDS: dict[str, dict[str, int]] = {"data": {"zero": 0}, "zero 3": {"zero": 3}}
 """What is compared, and what our side is told beside the number of ranks."""
-SIDES = ("compiled", "eager", "theirs")
+SIDES = ("compiled", "eager", "theirs", "theirs eager")
+SHAPES = {"wide": Shape(layers=4), "narrow": Shape(layers=4, hidden=128, heads=4, vocab=1024, sequence=256)}
+"""Of a wide model products take most of the time, which compiling leaves as they are; of a narrow one less."""
 DEPTHS = (2, 32)
 STEPS, WARMUP = 8, 2
+STARTS = 3
+"""How memory happens to lie lasts as long as a process: ratios differ more between starts than between steps."""
 TIMEOUT_S = 600.0
 """So long a rank waits for others, which may still be compiling."""
 
@@ -50,7 +55,7 @@ class Case:
 
     kind: str
     ranks: int
-    shape: Shape = field(default_factory=lambda: Shape(layers=4))
+    shape: Shape
 
     @property
     def pin(self) -> dict[str, Any]:
@@ -59,24 +64,41 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Wall and CPU seconds of every step by side, each of the slowest rank; by how much losses differed at most; how
-    many graphs our side compiled.
+class Steps:
+    """Wall and CPU seconds of every step by side, each of the slowest rank, of one start of the processes; by how much
+    losses differed at most; how many graphs our side compiled.
     """
 
-    case: Case
     wall_s: dict[str, tuple[float, ...]]
     cpu_s: dict[str, tuple[float, ...]]
     loss_difference: float
     graphs: int
 
-    def ratio(self, side: str) -> float:
-        """Median wall time of our compiled step over that of a side."""
-        return statistics.median(self.wall_s["compiled"]) / statistics.median(self.wall_s[side])
 
-    def cpu_ratio(self, side: str) -> float:
+@dataclass(frozen=True)
+class Compared:
+    """One comparison in several starts."""
+
+    case: Case
+    starts: tuple[Steps, ...]
+
+    def wall_s(self, side: str) -> float:
+        """Median over starts of a side's median step."""
+        return statistics.median(statistics.median(each.wall_s[side]) for each in self.starts)
+
+    def cpu_s(self, side: str) -> float:
+        """The same in CPU seconds."""
+        return statistics.median(statistics.median(each.cpu_s[side]) for each in self.starts)
+
+    def ratio(self, side: str, of: str) -> float:
+        """Median over starts of a side's median step over that of another."""
+        steps = (each.wall_s for each in self.starts)
+        return statistics.median(statistics.median(each[side]) / statistics.median(each[of]) for each in steps)
+
+    def cpu_ratio(self, side: str, of: str) -> float:
         """The same of CPU time."""
-        return statistics.median(self.cpu_s["compiled"]) / statistics.median(self.cpu_s[side])
+        steps = (each.cpu_s for each in self.starts)
+        return statistics.median(statistics.median(each[side]) / statistics.median(each[of]) for each in steps)
 
 
 @dataclass(frozen=True)
@@ -92,10 +114,12 @@ class Depth:
 
 
 def compare(case: Case) -> Compared:
-    """Start the processes and train all sides in them."""
-    with LocalProcesses(case.ranks, PRELOAD, TIMEOUT_S) as processes:
-        found: Compared = processes.run(_train_all, case)[0]
-    return found
+    """Start the processes and train all sides in them, several times over."""
+    found = []
+    for _ in range(STARTS):
+        with LocalProcesses(case.ranks, PRELOAD, TIMEOUT_S) as processes:
+            found.append(processes.run(_train_all, case)[0])
+    return Compared(case, tuple(found))
 
 
 def depths() -> list[Depth]:
@@ -124,12 +148,12 @@ def llama(shape: Shape) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def _train_all(case: Case) -> Compared:
+def _train_all(case: Case) -> Steps:
     """One rank: a step of each side, with micro-batches."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model = llama(case.shape).train()
-    made = {"compiled": _ours(True), "eager": _ours(False), "theirs": _theirs}
+    made = {"compiled": _ours(True), "eager": _ours(False), "theirs": _theirs(True), "theirs eager": _theirs(False)}
     sides = {name: Side(*make(copy.deepcopy(model), case)) for name, make in made.items()}
     wall_s: dict[str, list[float]] = {name: [] for name in SIDES}
     cpu_s: dict[str, list[float]] = {name: [] for name in SIDES}
@@ -147,8 +171,7 @@ def _train_all(case: Case) -> Compared:
                 wall_s[name].append(spent[0].item())
                 cpu_s[name].append(spent[1].item())
         difference = max(difference, max(losses) - min(losses))
-    return Compared(
-        case,
+    return Steps(
         {name: tuple(each) for name, each in wall_s.items()},
         {name: tuple(each) for name, each in cpu_s.items()},
         difference,
@@ -166,19 +189,23 @@ def _ours(compiled: bool) -> Callable[[nn.Module, Case], tuple[Any, ...]]:
     return make
 
 
-def _theirs(model: nn.Module, case: Case) -> tuple[Any, ...]:
-    rank, layers = dist.get_rank(), model.get_submodule("model.layers")
+def _theirs(compiled: bool) -> Callable[[nn.Module, Case], tuple[Any, ...]]:
+    def make(model: nn.Module, case: Case) -> tuple[Any, ...]:
+        rank, layers = dist.get_rank(), model.get_submodule("model.layers")
 
-    def own_part(batch: Batch) -> Batch:
-        return {name: t.chunk(case.ranks)[rank] for name, t in batch.items()}
+        def own_part(batch: Batch) -> Batch:
+            return {name: t.chunk(case.ranks)[rank] for name, t in batch.items()}
 
-    for layer in layers.children():
-        layer.compile(fullgraph=True)
-    if case.kind == "data":
-        return DistributedDataParallel(model), own_part, contextlib.nullcontext, True
-    for part in (*layers.children(), model):
-        fully_shard(part)
-    return model, own_part, contextlib.nullcontext, True
+        if compiled:
+            for layer in layers.children():
+                layer.compile(fullgraph=True)
+        if case.kind == "data":
+            return DistributedDataParallel(model), own_part, contextlib.nullcontext, True
+        for part in (*layers.children(), model):
+            fully_shard(part)
+        return model, own_part, contextlib.nullcontext, True
+
+    return make
 
 
 def _compile(layers: int) -> Depth:

@@ -268,7 +268,7 @@ class Space(LocalCosts):
         sizes = (gathered * kept * times).astype(np.int64)
         held = self.on_average(sizes if late is None else sizes - count * late)
         there_s, back_s = _often(forward, there), _often(backward, back)
-        if self.micro_batched and not self.unsharding.once_per_step:  # nothing is beside it
+        if not (self.unsharding.overlaps_reduce or self.unsharding.once_per_step):  # nothing is beside it
             return there_s + back_s, np.zeros(forward.shape), held
         return there_s, back_s, held
 

@@ -49,6 +49,8 @@ from planner.search.unfolding import may_differ, refolded, unfolded
 from planner.solve.problem import Evaluation, evaluate
 from planner.solve.transfers import TransferSchedule
 
+ROUNDING = 1e-9
+"""Bounds and plans add the same numbers in other orders."""
 NEAR = 2.0
 """Shapes at most so many doublings from the best plan's are evaluated before others; see
 :meth:`ParallelConfig.distance`.
@@ -135,6 +137,7 @@ class Searched:
 
     def of_planned_step(self, bound_s: float) -> Searched:
         """The same where what is proved is that no plan's step is predicted to take less than this."""
+        assert bound_s <= self.planned_step_s * (1 + ROUNDING), (bound_s, self.planned_step_s)
         return self.bounded(bound_s, self.planned_step_s)
 
     def bounded(self, bound_s: float, step_s: float | None = None) -> Searched:
@@ -204,7 +207,7 @@ def branch_and_bound(
         return NothingFits(rows, proofs, branches)
     bounds = [branch.candidate.bound_s for branch in proofs]
     if best is found and best is not known:
-        best = refined(context, best, min(bounds))
+        best = refined(context, best, _least_of_each(proofs))
     return completed(context, best, rows, bounds)
 
 
@@ -235,7 +238,7 @@ def _branch_and_bound_unfolded(
     best, branches = _best_first(apart, unfolded(decision_graph), plain, alike)
     if best is None or best is alike:
         return best, None, branches
-    best = refined(apart, best, min(branch.candidate.bound_s for branch in branches))
+    best = refined(apart, best, _least_of_each(branches))
     before = time.monotonic()
     best = refolded(context, decision_graph.folded, best)
     found, config = best.evaluation, best.config
@@ -341,6 +344,11 @@ def _priority(
     if branch.pipeline is not None:
         return 0, expected_s
     return NEAR if best is None else min(NEAR, *(each.distance(best.config) for each in configs)), expected_s
+
+
+def _least_of_each(branches: list[Branch]) -> dict[ParallelConfig, float]:
+    """The bound of all plans of every configuration."""
+    return {row.config: row.bound_s for row in _rows(branches)}
 
 
 def _rows(branches: list[Branch]) -> list[Candidate]:

@@ -50,7 +50,7 @@ def _of_minimum_memory(context: SearchContext, decision_graph: DecisionGraph, no
     fitting = [plan.best for plan in least if plan.bytes <= context.usable_bytes]
     if not fitting:
         raise nothing_fits(context, decision_graph.graph, nothing.branches, least)
-    best = refined(context, min(fitting, key=lambda each: each.evaluation.time_s), 0.0)
+    best = refined(context, min(fitting, key=lambda each: each.evaluation.time_s), {})
     bounds = {each.config: each.bound_s for each in nothing.rows}
     bounds |= {branch.candidate.config: free_s(branch) for branch in begun}
     row = Candidate(best.config, "feasible", math.inf, bounds[best.config], 0)

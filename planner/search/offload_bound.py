@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from statistics import mean
 from typing import NamedTuple, cast
 
 from planner.formulation.decisions import DecisionGraph
@@ -69,13 +70,15 @@ def _least_s(context: SearchContext, bounds: PipelineBounds) -> float:
     """Seconds of a step of one configuration at least.
 
     Under any price on bytes each parameter saves no more by staying than it does above the price of its bytes; so it
-    loses the less of both, and gets back the price of all the room. Of one stage what forward saves has a price, too.
+    loses the less of both, and gets back the price of all the room that backward leaves to what stays. Of one stage
+    what forward saves has a price, too.
     """
     if math.isinf(bounds.free_s):
         return bounds.free_s
     space, room_bytes = bounds.costs.space, context.usable_bytes
     evict_bytes_per_s = context.cost.cluster.home(space.training.on_disk).evict_bytes_per_s
     parameters, found = _parameters(space), list[float]()
+    staying_bytes = room_bytes - mean(bounds.costs.working_bytes(space.stages, 1.0))
     prices = {each.saves_s / each.bytes for ways, _ in parameters for each in ways if each.saves_s > 0.0}
     for waiting in WAITING if space.stages == 1 else WAITING[:1]:
         if found and context.is_late():
@@ -84,7 +87,7 @@ def _least_s(context: SearchContext, bounds: PipelineBounds) -> float:
         moving_s = bounds.moving_s(byte_s, evict_bytes_per_s, room_bytes) if waiting else bounds.free_s
         for price in (0.0, *prices):
             more = max(0.0, (1 - waiting) * price - byte_s)  # since what stays takes room even when nothing is saved
-            found.append(moving_s + _lost_s(parameters, byte_s + more, 1 - waiting) - more * room_bytes)
+            found.append(moving_s + _lost_s(parameters, byte_s + more, 1 - waiting) - more * staying_bytes)
     return max(found)
 
 

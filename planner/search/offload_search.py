@@ -24,8 +24,8 @@ from planner.search.fastest_plan import fastest
 from planner.search.offload_bound import least_step_s
 from planner.search.search_context import SearchContext
 
-SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
-"""Parts of what a plan holds that others of the same layouts hold, which recompute more."""
+SHARES = (0.25, 0.5, 0.75, 0.85, 1.0, 1.25)
+"""Parts of what a device has room for and may send away during a forward that plans of the same layouts hold."""
 ROOM = (0.75, 0.5, 0.25, 0.0)
 """Parts of what a plan takes beside model data to which it is reduced, so that more of that stays."""
 ENDLESS = 2**50
@@ -121,17 +121,20 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
     """The same layouts with the amount of recomputation of the shortest step, as transfer schedules say.
 
     Recomputing and leaving take the same bytes off the device: one takes its seconds, and the other the link's. The
-    search prices the first alone; so a few amounts are tried, from much recomputation to less while steps get shorter.
+    search prices the first alone; so a few amounts are tried about that which the link carries while forward computes,
+    from much recomputation to less while steps get shorter.
     """
     best, usable = found.best, context.usable_bytes
     numbered = zip(best.space.folded.instances, decision_graph.blocks.numbers, strict=True)
     levels = context.levels.of_kinds({instance.kind: kind for instance, (kind, _) in numbered})
     links = links_of(assignment_of(best.space, best.choices), levels)
+    forward_s = math.fsum(link.block.forward_s + link.gather_s for link in links)
+    leaving_bytes = forward_s * context.cost.cluster.home(context.training.on_disk).evict_bytes_per_s
     tried, cuts, last_s = list[tuple[float, Searched]](), {_recomputing(best.staged)}, math.inf
     for share in SHARES:
         if context.is_late():
             break
-        staged = stage(links, [best.staged.pipeline], int(share * best.evaluation.peak_bytes))
+        staged = stage(links, [best.staged.pipeline], int(share * (usable + leaving_bytes)))
         if staged is None or _recomputing(staged) in cuts:
             continue
         cuts.add(_recomputing(staged))
@@ -143,9 +146,10 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
             if tried[-1][0] > last_s:
                 break
             last_s = tried[-1][0]
-    if tried and found.working_set().bytes <= usable:
-        with contextlib.suppress(InfeasibleError):
-            tried.append((found.planned_step_s, found))
+    else:
+        if tried and found.working_set().bytes <= usable:
+            with contextlib.suppress(InfeasibleError):
+                tried.append((found.planned_step_s, found))
     return min(tried, key=lambda each: each[0])[1] if tried else found
 
 

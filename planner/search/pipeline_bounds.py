@@ -29,6 +29,8 @@ from planner.solve.problem import Floats, Ints
 
 ROUNDS = 3
 """Times at most that the master program is given new variants."""
+AMPLE = 0.03
+"""Part by which the program's step is longer than enough where its prices are taken as they are."""
 CLOSE = 5e-3
 """Part of a step between bound and program that is not worth another round."""
 MOST_NEW = 4
@@ -196,7 +198,7 @@ class PipelineBounds:
         new = met
         for number in range(ROUNDS):
             self._add(master, new, part)
-            solution = master.solve(OVER * max(bound_s, 1e-9))
+            solution = master.solve(OVER * max(bound_s, 1e-9), enough_s * (1 + AMPLE))
             solution = replace(solution, prices=solution.prices.of_part(part))
             at_these = partial(self._under, solution.prices, part * self.send_s, 1.0 / ranks, enough_s)
             self._used[:] = _most_used(met, master, solution)

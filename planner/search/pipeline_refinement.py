@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from planner.analysis.pipeline.staged import THOROUGH, saving_more, stage
@@ -28,16 +29,19 @@ LEAST_S, PART = 2.0, 0.1
 """Seconds that solving them may take for a space, or this part of those that the search took, if that is more."""
 
 
-def refined(context: SearchContext, best: Incumbent, bound_s: float) -> Incumbent:
+def refined(context: SearchContext, best: Incumbent, bounds_s: Mapping[ParallelConfig, float]) -> Incumbent:
     """The plan cut with more effort, or a faster one of its configuration, whenever parameters are gathered.
 
-    None is sought where no plan is faster than ``bound_s`` by more than the gap, or where everything fits.
+    None is sought where everything fits, or where none is faster by more than the gap.
+
+    Args:
+        bounds_s: no plan of a configuration is faster, where that is known.
     """
     before, config = time.monotonic(), best.config
     best = _cut_well(context, best)
     for each in (replace(config, unsharding=unsharding) for unsharding in (PER_STEP, PER_MICRO_BATCH)):
         space = context.formulated.get((best.space.decision_graph, each, context.training))
-        if space is not None and best.evaluation.time_s * (1 - context.gap) > bound_s:
+        if space is not None and best.evaluation.time_s * (1 - context.gap) > bounds_s.get(each, 0.0):
             best = _refine(context, space, each, best)
     context.took("solve", before)
     return best

@@ -204,11 +204,12 @@ class Master:
                 sums[stage].SetCoefficient(share, amount / unit)
         self._shares[group].append(shares)
 
-    def solve(self, most_s: float) -> MasterSolution:
+    def solve(self, most_s: float, enough_s: float = math.inf) -> MasterSolution:
         """The shortest step, and the prices at which it is.
 
         Args:
             most_s: seconds of step that a limit's bytes beyond the limit are priced at.
+            enough_s: where the step is longer anyway, no more paths are sought.
         """
         self._program.Objective().SetCoefficient(self._over, most_s / self._unit_s)
         even = [
@@ -222,6 +223,8 @@ class Master:
         for _ in range(ROUNDS):
             self._add_paths()
             found = self._solved(near)
+            if found.step_s > enough_s and (near is None or (found := self._solved()).step_s > enough_s):
+                return found
             least_s, known = self._step.solution_value() * self._unit_s, len(self.paths.found)
             seconds = self.paths.longest(self._times(found.shares), EACH)
             if seconds < near_s:

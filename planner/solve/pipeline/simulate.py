@@ -281,7 +281,8 @@ def _walk(
     """
     flow, program, sends = found.flow, _program(found), [*times.send_s.tolist(), 0.0]
     places, ways = [], []
-    place, tie = int(np.argmax(ends)), STEADY * max(ends)
+    last_s = max(ends)
+    place, tie = ends.index(last_s), STEADY * last_s
     way_first = 0.0 if draw is None else draw.random()
     while place < len(flow.actions):
         before, needs, way = flow.before[place], flow.needs[place], program.ways[place]

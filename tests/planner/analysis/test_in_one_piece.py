@@ -25,18 +25,22 @@ from planner.solve.problem import evaluate
 from tests.planner.plans import named, residual_mlp
 from tests.planner.search.test_remat_selection import bottlenecks
 
-CLUSTERS = (ClusterSpec.local(4, "80 GiB", cores=2), ClusterSpec.preset("dgx-h100", devices=8))
+CLUSTERS = (
+    ClusterSpec.local(4, "80 GiB", cores=2, host_memory_bytes="80 GiB"),
+    ClusterSpec.preset("dgx-h100", devices=8),
+)
 
 
 @pytest.mark.parametrize("spec", CLUSTERS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("graph", [residual_mlp(layers=3, width=64, batch=32), bottlenecks()], ids=["mlp", "blocks"])
-def test_it_takes_and_holds_what_all_of_it_does(graph: Graph, spec: ClusterSpec) -> None:
+@pytest.mark.parametrize("training", [Training(), Training(tier="host")], ids=lambda training: training.tier)
+def test_it_takes_and_holds_what_all_of_it_does(graph: Graph, spec: ClusterSpec, training: Training) -> None:
     rng, cost, rules, folded = random.Random(0), CostModel(spec), rules_of(graph), fold(graph)
     decision_graph = DecisionGraph(folded, rules)
     levels = with_levels_between(named(folded), decision_graph, cost)
     compared = 0
     for mesh in candidate_meshes(spec, 2):
-        space = Space(folded, mesh, cost, Training(), rules, decision_graph=decision_graph)
+        space = Space(folded, mesh, cost, training, rules, decision_graph=decision_graph)
         for choices in corners(space.problem(None))[:4]:
             wanted = at_levels(folded, [rng.choice(levels.of(each.kind)) for each in folded.instances])
             recompute = assignment_of(space, choices).what_it_comes_to(wanted)
