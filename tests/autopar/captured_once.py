@@ -27,8 +27,8 @@ def made(model: nn.Module, *of: Hashable) -> nn.Module:
 def captured_once() -> Iterator[None]:
     """Inside, a model that was :func:`made` is captured the first time only, on inputs of the same forms."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("plan", "rank_agreement"):
-            patch.setattr(f"autopar.driver.{module}.trace", _trace)
+        for module in ("driver.plan", "driver.rank_agreement", "verification.verify", "verification.reference"):
+            patch.setattr(f"autopar.{module}.trace", _trace)
         yield
 
 
@@ -39,7 +39,8 @@ def _trace(model: nn.Module, args: Any, kwargs: Any, loss_fn: LossFn | None, *mo
     modes = [(module.training, len(module._forward_hooks)) for module in model.modules()]
     tensors = dict(model.named_parameters()), dict(model.named_buffers()), args, kwargs
     forms = repr((modes, pytree.tree_map_only(Tensor, _form, tensors), more))
-    key = of, torch.get_default_dtype(), loss_fn, forms
+    around = torch.get_default_dtype(), torch._C._len_torch_function_stack()  # float64's twins, and what drops nothing
+    key = of, around, loss_fn, forms
     if key not in _TRACED:
         _TRACED[key] = trace(model, args, kwargs, loss_fn, *more)
     return _TRACED[key]

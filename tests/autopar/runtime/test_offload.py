@@ -24,6 +24,8 @@ from planner.solve.transfers import fewest_bytes
 from planner.solve.transfers.table import ACTIONS
 from tests.autopar import beside_the_loss, carried, drawn, on_disk, updated
 
+pytestmark = pytest.mark.usefixtures("capturing_once")
+
 CASES: list[tuple[str, dict[str, Any], int, int]] = [  # the last: how many budgets
     ("mlp", {"data": 2, "zero": 0}, 2, 2),
     ("gpt2", {}, 1, 2),

@@ -18,6 +18,8 @@ from planner.plan.plan import Plan
 from tests.autopar.outputs import NAMES, batch, speaker, trains
 from tests.autopar.workers import cluster_of
 
+pytestmark = pytest.mark.usefixtures("capturing_once")
+
 PIPELINE: dict[str, Any] = {"pipeline": 2, "micro_batches": 4, "schedule": "1f1b"}
 CASES: list[tuple[dict[str, Any], int, Any, tuple[str, ...]]] = [
     (PIPELINE, 2, None, ()),

@@ -31,8 +31,11 @@ from planner.formulation.constraints.pins import Pins
 from planner.formulation.remat.levels import NOTHING, Amount, Recompute
 from planner.formulation.training import Training
 from planner.ops.aliasing import shares
+from tests.autopar.captured_once import made
 from tests.autopar.matrix import Recipe, decide, original
 from tests.autopar.models import MODELS
+
+pytestmark = pytest.mark.usefixtures("capturing_once")
 
 DATA, TENSOR, CONTEXT, MIXED = (
     {"data": 2},
@@ -54,7 +57,7 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
 @functools.cache
 def traced(name: str) -> tuple[nn.Module, dict[str, Any], Traced]:
     model, batch = MODELS[name].build()
-    return model, batch, trace(model, None, batch)
+    return made(model, name), batch, trace(model, None, batch)
 
 
 def plan_of(name: str, pin: dict[str, Any]) -> Plan:

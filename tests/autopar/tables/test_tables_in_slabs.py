@@ -18,6 +18,8 @@ from planner.formulation.constraints.pins import Pins
 from planner.plan.plan import Plan
 from tests.autopar.tables import dlrm
 
+pytestmark = pytest.mark.usefixtures("capturing_once")
+
 EACH = {"*.0": "table", "*.1": "column", "*.2": "table-row", "*.3": "table-column", "*.4": "none", "*.5": "table"}
 CASES: dict[str, dict[str, Any]] = {
     "table": {"table": 4, "tables": "table"},

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 import autopar
 from benchmarks.million import LossInParts
 from tests.autopar import models
+from tests.autopar.captured_once import made
 from tests.autopar.models import Batch
 from tests.autopar.workers import cluster_of
+
+pytestmark = pytest.mark.usefixtures("capturing_once")
 
 LENGTH, SMALL = 16, {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 OTHERS = ("data", "tensor", "pipeline", "ulysses")
@@ -150,6 +153,6 @@ def test_equals_the_original(model: Callable[[], nn.Module], batch: Callable[[],
     for name in OTHERS:
         ranks *= pin.get(name, 1)
     found = autopar.verify(
-        model(), cluster_of(ranks), example_kwargs=batch(), pin={"pipeline": 1, "micro_batches": 1, **pin}
+        made(model(), model), cluster_of(ranks), example_kwargs=batch(), pin={"pipeline": 1, "micro_batches": 1, **pin}
     )
     assert found.verdict == "verified", str(found)

@@ -23,9 +23,18 @@ from planner.cost.model import CostModel
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
 from planner.ir.layout import Mesh
-from tests.autopar.models import MODELS
+from tests.autopar.captured_once import made
+from tests.autopar.models import MODELS, Batch
+
+pytestmark = pytest.mark.usefixtures("capturing_once")
 
 WIDTH, HIDDEN = 8, 8
+
+
+def of_zoo(name: str) -> tuple[nn.Module, Batch]:
+    """A model that is captured once."""
+    model, batch = MODELS[name].build()
+    return made(model, name), batch
 
 
 class Mixture(nn.Module):
@@ -284,7 +293,7 @@ def test_what_a_shared_expert_takes_hides_dispatch() -> None:
 
 
 def test_a_block_that_recomputes_makes_the_rows_of_its_experts_anew() -> None:
-    (model, batch), pin = MODELS["qwen3-moe"].build(), {"tensor": 2, "pipeline": 1, "micro_batches": 1}
+    (model, batch), pin = of_zoo("qwen3-moe"), {"tensor": 2, "pipeline": 1, "micro_batches": 1}
     plans = [
         autopar.plan(model, ClusterSpec.local(2), example_kwargs=batch, pin={**pin, "recompute": level})
         for level in ("none", "full")
@@ -364,7 +373,7 @@ def test_a_loss_that_keeps_what_a_router_makes_small_has_micro_batches() -> None
     ("qwen2-moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, "expert:t.dispatch tensor:f"),
 ], ids=str)  # fmt: skip
 def test_pinned_ranks_share_each_expert_or_have_whole_ones(name: str, pin: dict[str, int], strategy: str) -> None:
-    model, batch = MODELS[name].build()
+    model, batch = of_zoo(name)
     plan = autopar.plan(model, ClusterSpec.local(4), example_kwargs=batch, pin=pin)
     assert {way for block in plan.blocks for name, way in block.ops.items() if name.endswith("experts")} == {strategy}
     found = autopar.verify(model, plan, example_kwargs=batch)
@@ -381,7 +390,7 @@ def test_pinned_ranks_share_each_expert_or_have_whole_ones(name: str, pin: dict[
 ], ids=str)  # fmt: skip
 def test_an_axis_of_experts_is_called_for_what_it_does_else(pin: dict[str, Any], told: str) -> None:
     """Experts have most of the work."""
-    model, batch = MODELS["mixtral"].build()
+    model, batch = of_zoo("mixtral")
     assert told in " ".join(str(autopar.plan(model, ClusterSpec.local(2), example_kwargs=batch, pin=pin)).split())
 
 
@@ -409,6 +418,6 @@ def test_dispatch_on_ranks_that_do_not_divide_tokens_or_experts(way: str, ranks:
     ("mixtral", {"tensor": 8, "expert_tensor": 2}, "is 2 beside pin 'tensor' 8, .* all together .8., or have whole"),
 ])  # fmt: skip
 def test_experts_that_do_not_divide_or_are_not_there(model: str, pin: dict[str, int], message: str) -> None:
-    module, batch = MODELS[model].build()
+    module, batch = of_zoo(model)
     with pytest.raises(PinError, match=message):
         autopar.plan(module, ClusterSpec.local(8), example_kwargs=batch, pin=pin)

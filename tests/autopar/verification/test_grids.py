@@ -16,8 +16,11 @@ from torch import nn
 
 import autopar
 from tests.autopar import models
+from tests.autopar.captured_once import made
 from tests.autopar.models import Batch, Model
 from tests.autopar.workers import cluster_of
+
+pytestmark = pytest.mark.usefixtures("capturing_once")
 
 PANELS = {"layers": {"model.layers.*": {"column": "n.panels"}}, "recompute": "full"}
 """As Optimus has it: panels of activations go along columns for every product, again in backward."""
@@ -50,6 +53,7 @@ def test_equals_the_original(model: Callable[[], nn.Module], batch: Callable[[],
     module, example = Model(model.__name__, model, batch).build()
     ranks = int(np.prod(pin["tensor"])) * math.prod(pin.get(name, 1) for name in ("data", "depth", "pipeline"))
     pin = {"pipeline": 1, "micro_batches": 1, **pin}
+    made(module, model)
     plan = autopar.plan(module, cluster_of(ranks), example_kwargs=example, pin=pin)
     assert plan.pin == pin
     found = autopar.verify(module, plan, example_kwargs=example)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
@@ -53,11 +54,17 @@ CASES = [
 ]
 
 
+@functools.cache
+def of_zoo(name: str) -> tuple[nn.Module, Traced]:
+    """A model, and what is captured of it once for all plans."""
+    model, batch = MODELS[name].build()
+    return model, trace(model, None, batch)
+
+
 @pytest.mark.parametrize("name, case", CASES, ids=str)
 def test_the_predicted_peak_is_the_observed_one(name: str, case: tuple[int, Mapping[str, object]]) -> None:
     ranks, pin = case
-    model, batch = MODELS[name].build()
-    traced = trace(model, None, batch)
+    model, traced = of_zoo(name)
     plan = plan_traced(traced, ClusterSpec.local(ranks), Pins.parse(pin), Training())
     observed = observed_peak(model, traced, plan.assignment)
     assert plan.predicted.peak_bytes == pytest.approx(observed, rel=TOLERANCE)
@@ -269,8 +276,7 @@ def test_no_rank_of_a_pipeline_takes_more_than_predicted(name: str, pins: list[d
 
     Of gpipe gradients count while all micro-batches are in flight, though they come after that.
     """
-    model, batch = MODELS[name].build()
-    traced = trace(model, None, batch)
+    model, traced = of_zoo(name)
     for pin in pins:
         plan = plan_traced(traced, ClusterSpec.local(2 * pin.get("tensor", 1)), Pins.parse(pin), Training())
         observed = max(memory_micro_batched.observed_peak(model, traced, plan, rank) for rank in range(2))
@@ -329,8 +335,7 @@ def test_a_tied_embedding_that_is_stored_whole_waits_for_its_second_gradient(lay
 @pytest.mark.parametrize("name, error", [("mlp", 0.002), ("llama", 0.001)])
 def test_gradients_that_are_summed_once_a_step_are_there_twice_then(name: str, error: float) -> None:
     """With more micro-batches less is saved, until a step is fullest at its end."""
-    model, batch = MODELS[name].build()
-    traced = trace(model, None, batch)
+    model, traced = of_zoo(name)
     pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": 0, "recompute": "none"})
     plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
     assert plan.predicted.fullest_at == "reducing gradients"
@@ -350,8 +355,7 @@ def test_gradients_that_are_summed_once_a_step_are_there_twice_then(name: str, e
     ],
 )
 def test_gradients_count_from_when_they_are_there(name: str, pin: dict[str, Any]) -> None:
-    model, batch = MODELS[name].build()
-    traced = trace(model, None, batch)
+    model, traced = of_zoo(name)
     pins = Pins.parse({**pin, "micro_batches": 4, "recompute": "none"})
     plan = plan_traced(traced, ClusterSpec.local(2), pins, Training(discards=()))
     observed = max(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,16 @@ from tests.planner.plans import WHOLE, cluster, plan_of, residual_mlp, unwrapped
 GRAPH = residual_mlp()
 
 
+def planned(pin: Mapping[str, object]) -> Plan:
+    """With some pins; the same once."""
+    return _planned(tuple(pin.items()))
+
+
+@functools.cache
+def _planned(pin: tuple[tuple[str, object], ...]) -> Plan:
+    return plan_of(GRAPH, pin=dict(pin))
+
+
 @functools.cache
 def plan() -> Plan:
     return plan_of(GRAPH)
@@ -31,7 +42,7 @@ def plan() -> Plan:
 @functools.cache
 def tight() -> Plan:
     """A plan with hardly more memory than data parallelism needs if all is sharded and everything recomputed."""
-    leanest = plan_of(GRAPH, pin={"data": 4, "zero": 3, "recompute": "full"}).predicted.peak_bytes
+    leanest = planned({"data": 4, "zero": 3, "recompute": "full"}).predicted.peak_bytes
     return plan_of(GRAPH, cluster(4, int(leanest / 0.9) + 1024))
 
 
@@ -45,7 +56,7 @@ def test_recipes_have_the_axes_of_the_plan() -> None:
 
 @pytest.mark.parametrize("pin", [{"tensor": 4}, {"data": 4}, {"data": 2, "tensor": 2}, {"zero": 3, **WHOLE}])
 def test_a_recipe_costs_what_planning_it_says_and_its_blocks_add_up(pin):
-    answer, pinned = plan().why_not(pin), plan_of(GRAPH, pin=pin)
+    answer, pinned = plan().why_not(pin), planned(pin)
     assert plan().predicted.step_time_s + answer.extra_s == pytest.approx(pinned.predicted.step_time_s)
     assert plan().predicted.peak_bytes + answer.extra_bytes == pinned.predicted.peak_bytes
     assert sum(block.extra_s for block in answer.blocks) == pytest.approx(answer.extra_s)
@@ -72,7 +83,7 @@ def on(plan: Plan, spec: ClusterSpec) -> float:
     ],
 )
 def test_the_order_of_the_plans_turns_where_it_is_said_to(pin, prices):
-    answer, other = plan().why_not(pin), plan_of(GRAPH, pin=pin)
+    answer, other = plan().why_not(pin), planned(pin)
     assert {flip.what for flip in answer.flips} == prices
     for flip in answer.flips:
         assert str(flip) in unwrapped(answer)
@@ -85,7 +96,7 @@ def test_the_order_of_the_plans_turns_where_it_is_said_to(pin, prices):
 def test_it_says_what_memory_turns_the_order_and_what_a_gib_is_worth():
     answer = plan().why_not({"tensor": 4})
     assert answer.extra_bytes < 0 and "less than 9.8 MiB of memory a device, which the plan takes" in unwrapped(answer)
-    pinned = plan_of(GRAPH, pin=WHOLE)
+    pinned = planned(WHOLE)
     curve = pinned.pareto(2)
     priced = pinned.why_not({"tensor": 4}, pareto=curve)
     assert priced.seconds_per_gib == curve.seconds_per_gib(curve.points[-1]) > 0
@@ -95,7 +106,7 @@ def test_it_says_what_memory_turns_the_order_and_what_a_gib_is_worth():
 
 
 def test_the_best_recipe_costs_nothing():
-    pinned = plan_of(GRAPH, pin={"tensor": 4})
+    pinned = planned({"tensor": 4})
     assert pinned.why_not({"tensor": 4}).extra_s == 0
     assert not pinned.why_not({"tensor": 4}).blocks
 
@@ -110,7 +121,7 @@ def test_the_best_recipe_costs_nothing():
     ],
 )
 def test_it_names_the_pins_of_the_plan_that_a_recipe_does_not_share(recipe, otherwise):
-    answer = plan_of(GRAPH, pin={"data": 4, "zero": 0}).why_not(recipe)
+    answer = planned({"data": 4, "zero": 0}).why_not(recipe)
     assert answer.pinned == otherwise
     assert ("it is faster: the plan was pinned to" in str(answer)) == (answer.extra_s < 0 and bool(otherwise))
 
@@ -123,7 +134,7 @@ def test_it_prints_totals_and_blocks():
 
 
 def test_what_is_alive_at_the_peak_belongs_to_the_block_that_made_it_or_alone_reads_it():
-    answer = plan_of(GRAPH, pin={"tensor": 4}).why_not({"data": 4, "zero": 0})
+    answer = planned({"tensor": 4}).why_not({"data": 4, "zero": 0})
     extra = {block.name: block.extra_bytes for block in answer.blocks}
     # The stem's weight and bias, each with two numbers of state, were cut in four, and are whole; the input was whole,
     # and is cut; the stem's result is kept in its part as it is made, and was as the layers had gathered it.
@@ -132,7 +143,7 @@ def test_what_is_alive_at_the_peak_belongs_to_the_block_that_made_it_or_alone_re
 
 
 def test_plans_micro_batched_differ_by_use():
-    micro_batched = plan_of(GRAPH, pin={"pipeline": 2, "micro_batches": 4})
+    micro_batched = planned({"pipeline": 2, "micro_batches": 4})
     there, back = plan().why_not({"pipeline": 2, "micro_batches": 4}), micro_batched.why_not({"tensor": 4})
     for answer in (there, back):
         assert not answer.blocks

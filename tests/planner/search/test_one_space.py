@@ -6,6 +6,7 @@ These are few cases that are quick; ``python -m benchmarks exact`` has hundreds.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -37,6 +38,7 @@ KNOWN = {"home"}
 """What does not hold yet. A search leaves the host alone unless that is pinned, or nothing fits on the device."""
 
 
+@functools.cache
 def case_of(seed: int) -> Case:
     case = drawn(seed)
     assert case is not None, f"seed {seed} is too large to be counted out"
