@@ -105,10 +105,21 @@ class LocalProcesses:
         results: list[Any] = [None] * ranks
         failures: list[str] = []
         waiting = {self._pipes[rank]: rank for rank in range(ranks)}
+        try:
+            self._collect(waiting, results, failures, on_event)
+        finally:  # answers of ranks that nobody waits for any more would be those of the next call
+            self._replace([*waiting.values()])
+        if failures:
+            raise RankError(failures[0])
+        return results
+
+    def _collect(
+        self, waiting: dict[Connection, int], results: list[Any], failures: list[str], on_event: OnEvent | None
+    ) -> None:
+        """Take the answers of ranks that are waited for, until all came, or a failure makes others hang."""
         while waiting:
             ready = wait(list(waiting), timeout=10.0 if failures else None)
             if not ready:  # the others hang, waiting for the rank that failed
-                self._replace(list(waiting.values()))
                 break
             for pipe in [pipe for pipe in ready if isinstance(pipe, Connection)]:
                 rank = waiting[pipe]
@@ -127,9 +138,6 @@ class LocalProcesses:
                     failures.append(f"rank {rank}: {value}")
                 else:
                     results[rank] = value
-        if failures:
-            raise RankError(failures[0])
-        return results
 
     def _replace(self, ranks: Sequence[int]) -> None:
         """Start processes anew in place of those that hang or ended."""

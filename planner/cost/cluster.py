@@ -87,8 +87,9 @@ class Device(Described):
             named.
         attention_kernels: that share of several kernels.
         attention_kernel: which of them runs.
-        clock_spread: from the slowest to the fastest device of this kind that is no outlier, what their clocks under
-            the power limit differ by, over the median; a step waits for the slowest. Left out: they are alike.
+        clock_spread: what programs on the slowest and the fastest device of this kind that is no outlier differ by,
+            over the median, taken for their clocks under the power limit; a step waits for the slowest. Left out: they
+            are alike.
         memory_efficiency: share of the bandwidth that large operators reach.
         multiprocessors: how many there are, each computing a tile at a time; without, products are priced by flops.
         cache_bandwidth_bytes_per_s: from the shared cache to all multiprocessors.

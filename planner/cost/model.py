@@ -79,7 +79,7 @@ class CostModel:
     _kernels: dict[tuple[Kernel, str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
-    def device(self) -> Device:
+    def slowest(self) -> Device:
         """The one that all others wait for."""
         return self.cluster.slowest
 
@@ -181,7 +181,7 @@ class CostModel:
         ratio = self._correction("compute")
         if measured_s is not None:
             return ratio * measured_s
-        device = self.device
+        device = self.slowest
         work_s = flops / (device.peak(dtype) * device.matmul_efficiency)
         if isinstance(kernel, Product | Attention):
             work_s = self._kernel_s(kernel, dtype)
@@ -202,7 +202,7 @@ class CostModel:
 
         Arguments are those of :meth:`compute_s` for the whole work. Nothing is known of rates that were measured.
         """
-        device = self.device
+        device = self.slowest
         if not self.is_closed:
             return 0.0
         work_s = flops / (device.peak(dtype) * device.matmul_efficiency)
@@ -220,7 +220,7 @@ class CostModel:
     @property
     def least_start_s(self) -> float:
         """Seconds that a kernel takes at least, however small it is."""
-        return self._correction("compute") * self.device.launch_overhead_s if self.is_closed else 0.0
+        return self._correction("compute") * self.slowest.launch_overhead_s if self.is_closed else 0.0
 
     def _correction(self, work: str) -> float:
         """What closed forms are multiplied by, as steps that ran took so much longer."""
@@ -258,7 +258,7 @@ class CostModel:
         """Seconds that the multiprocessors are busy, by the closed forms."""
         key = (kernel, dtype)
         if key not in self._kernels:
-            device = self.device
+            device = self.slowest
             if isinstance(kernel, Product):
                 seconds = float8_product_s if self._is_in_float8(kernel, dtype) else product_s
                 self._kernels[key] = seconds(device, kernel, dtype, ITEM_BYTES.get(dtype, 4))

@@ -24,8 +24,8 @@ from planner.search.fastest_plan import fastest
 from planner.search.offload_bound import least_step_s
 from planner.search.search_context import SearchContext
 
-SHARES = (0.25, 0.5, 0.75, 0.85, 1.0, 1.25)
-"""Parts of what a device has room for and may send away during a forward that plans of the same layouts hold."""
+AMOUNTS = (0.25, 0.5, 0.75, 0.85, 1.0, 1.25)
+"""Parts of a device's room and of what the link takes away in a forward that plans which are tried hold together."""
 ROOM = (0.75, 0.5, 0.25, 0.0)
 """Parts of what a plan takes beside model data to which it is reduced, so that more of that stays."""
 ENDLESS = 2**50
@@ -131,7 +131,7 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
     forward_s = math.fsum(link.block.forward_s + link.gather_s for link in links)
     leaving_bytes = forward_s * context.cost.cluster.home(context.training.on_disk).evict_bytes_per_s
     tried, cuts, last_s = list[tuple[float, Searched]](), {_recomputing(best.staged)}, math.inf
-    for share in SHARES:
+    for share in AMOUNTS:
         if context.is_late():
             break
         staged = stage(links, [best.staged.pipeline], int(share * (usable + leaving_bytes)))
@@ -146,10 +146,9 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
             if tried[-1][0] > last_s:
                 break
             last_s = tried[-1][0]
-    else:
-        if tried and found.working_set().bytes <= usable:
-            with contextlib.suppress(InfeasibleError):
-                tried.append((found.planned_step_s, found))
+    if tried:
+        with contextlib.suppress(InfeasibleError):
+            tried.append((found.planned_step_s, found))
     return min(tried, key=lambda each: each[0])[1] if tried else found
 
 

@@ -58,7 +58,7 @@ class ClosedSpace(Space):
         )
 
     def conversion_s(self, ref: Ref, source: Layout, target: Layout) -> tuple[float, float]:
-        tensor, device = self.graph.type_of(ref), self.cost.device
+        tensor, device = self.graph.type_of(ref), self.cost.slowest
         forward_s: float = 0.0
         backward_s: float = 0.0
         together, widening = self.tables.together(ref), self.widening(ref)
@@ -86,7 +86,7 @@ class ClosedSpace(Space):
 
     def _computed_s(self, node: Node, choice: Choice) -> tuple[float, float]:
         """Arithmetic or memory, whichever takes longer, with what backward runs besides."""
-        device, traffic = self.cost.device, self.traffic(node)
+        device, traffic = self.cost.slowest, self.traffic(node)
         sizes = self._sizes(node, choice)
 
         def memory_s(often: Passes) -> float:
@@ -114,7 +114,7 @@ class ClosedSpace(Space):
 
     def _attended_s(self, node: Node, choice: Choice, shards: QueryShards, memory_s: float, is_backward: bool) -> float:
         """Attention piece by piece: its kernels, and what merges their results or adds up gradients."""
-        device, types, dtype = self.cost.device, self.graph.input_types(node), node.results[0].dtype
+        device, types, dtype = self.cost.slowest, self.graph.input_types(node), node.results[0].dtype
         layouts = zip(types, choice.operands, strict=True)
         shapes = [local_shape(tensor.shape, layout, self.mesh.sizes) or () for tensor, layout in layouts]
         kernels = attention_kernels(shapes, sight(node), shards)
@@ -142,5 +142,5 @@ class ClosedSpace(Space):
 
     @property
     def _bandwidth(self) -> float:
-        device = self.cost.device
+        device = self.cost.slowest
         return device.memory_bandwidth_bytes_per_s * device.memory_efficiency

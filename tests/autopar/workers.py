@@ -14,7 +14,7 @@ import math
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -1086,6 +1086,12 @@ def finds_it_gone() -> int:
     """And returns how many threads there are; those of its groups are not among them."""
     assert [made() for made in MADE] == [None] * len(MADE)
     return len(os.listdir("/proc/self/task"))
+
+
+def says(value: int) -> Iterator[int]:
+    """Something, and returns it."""
+    yield value
+    return value
 
 
 def fails_alone() -> None:

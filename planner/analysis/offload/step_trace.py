@@ -315,8 +315,9 @@ class RankStep:
         found: dict[tuple[Direction, int], float] = {}
         for number, (link, (kind, nth)) in enumerate(zip(links, decision_graph.blocks.numbers, strict=True)):
             found["forward", number] = link.block.forward_s + link.gather_s
-            found["backward", number] = link.block.input_s + link.block.weight_s + link.reduce_s
-            found["backward", number] += _again_s(link, recompute.level(kind, nth))
+            if number in self._runs_backward:
+                found["backward", number] = link.block.input_s + link.block.weight_s + link.reduce_s
+                found["backward", number] += _again_s(link, recompute.level(kind, nth))
         if self.staged is not None:
             return found
         scale = self.on_device_s / (math.fsum(found.values()) or 1.0)

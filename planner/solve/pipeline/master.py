@@ -209,7 +209,7 @@ class Master:
 
         Args:
             most_s: seconds of step that a limit's bytes beyond the limit are priced at.
-            enough_s: where the step is longer anyway, no more paths are sought.
+            enough_s: where the step, with what is over the limit priced, is longer anyway, no more paths are sought.
         """
         self._program.Objective().SetCoefficient(self._over, most_s / self._unit_s)
         even = [
@@ -223,8 +223,10 @@ class Master:
         for _ in range(ROUNDS):
             self._add_paths()
             found = self._solved(near)
-            if found.step_s > enough_s and (near is None or (found := self._solved()).step_s > enough_s):
-                return found
+            if found.step_s > enough_s:
+                anywhere = found if near is None else self._solved()
+                if anywhere.step_s > enough_s:
+                    return anywhere
             least_s, known = self._step.solution_value() * self._unit_s, len(self.paths.found)
             seconds = self.paths.longest(self._times(found.shares), EACH)
             if seconds < near_s:

@@ -447,6 +447,15 @@ def test_what_a_call_made_is_gone_in_the_next(pool: LocalProcesses, documents: D
     assert left[0] == left[1]
 
 
+def test_what_a_call_that_was_left_answers_is_not_the_next_one_s(pool: LocalProcesses) -> None:
+    def leave(rank: int, value: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(workers.says, 1, ranks=2, on_event=leave)
+    assert pool.run(workers.says, 2, ranks=2) == [2, 2]
+
+
 def test_who_waits_for_a_lost_rank_is_told_so(pool: LocalProcesses, tmp_path: Path) -> None:
     document = workers.plan_of("llama", {"micro_batches": 4, "pipeline": 4}, 4)
     with pytest.raises(RankError, match="rank 2: the process ended with exit code 3"):
