@@ -24,8 +24,8 @@ from planner.search.fastest_plan import fastest
 from planner.search.offload_bound import least_step_s
 from planner.search.search_context import SearchContext
 
-AMOUNTS = (0.25, 0.5, 0.75, 0.85, 1.0, 1.25)
-"""Parts of a device's room and of what the link takes away in a forward that plans which are tried hold together."""
+AMOUNTS = ((0.5, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 0.75), (1.0, 1.0))
+"""Parts of a device's room, and of what the link takes away in a forward, that plans which are tried hold together."""
 ROOM = (0.75, 0.5, 0.25, 0.0)
 """Parts of what a plan takes beside model data to which it is reduced, so that more of that stays."""
 ENDLESS = 2**50
@@ -123,6 +123,9 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
     Recomputing and leaving take the same bytes off the device: one takes its seconds, and the other the link's. The
     search prices the first alone; so a few amounts are tried about that which the link carries while forward computes,
     from much recomputation to less while steps get shorter.
+
+    Raises:
+        InfeasibleError: the host has no room for what leaves, however little is saved.
     """
     best, usable = found.best, context.usable_bytes
     numbered = zip(best.space.folded.instances, decision_graph.blocks.numbers, strict=True)
@@ -131,10 +134,10 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
     forward_s = math.fsum(link.block.forward_s + link.gather_s for link in links)
     leaving_bytes = forward_s * context.cost.cluster.home(context.training.on_disk).evict_bytes_per_s
     tried, cuts, last_s = list[tuple[float, Searched]](), {_recomputing(best.staged)}, math.inf
-    for share in AMOUNTS:
+    for room, leaving in AMOUNTS:
         if context.is_late():
             break
-        staged = stage(links, [best.staged.pipeline], int(share * (usable + leaving_bytes)))
+        staged = stage(links, [best.staged.pipeline], int(room * usable + leaving * leaving_bytes))
         if staged is None or _recomputing(staged) in cuts:
             continue
         cuts.add(_recomputing(staged))
@@ -146,10 +149,9 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
             if tried[-1][0] > last_s:
                 break
             last_s = tried[-1][0]
-    if tried:
-        with contextlib.suppress(InfeasibleError):
-            tried.append((found.planned_step_s, found))
-    return min(tried, key=lambda each: each[0])[1] if tried else found
+    with contextlib.suppress(InfeasibleError) if tried else contextlib.nullcontext():
+        tried.append((found.planned_step_s, found))
+    return min(tried, key=lambda each: each[0])[1]
 
 
 def _recomputing(staged: Staged) -> tuple[tuple[int, ...], ...]:
