@@ -240,7 +240,7 @@ def compiled_blocks() -> None:
     found = []
     for case in COMPILED_CASES:
         found.append(compiled.compare(case))
-        print(f"stepped {case.kind}: {found[-1].cpu_ratio('compiled', 'eager'):.3f} of eager", flush=True)
+        print(f"stepped {case.kind}: {found[-1].ratio('cpu', 'compiled', 'eager'):.3f} of eager", flush=True)
     depths = compiled.depths()
     names = {shape: name for name, shape in compiled.SHAPES.items()}
     rows = [
@@ -249,14 +249,14 @@ def compiled_blocks() -> None:
             "plan": ", ".join(f"{k}={v}" for k, v in r.case.pin.items()),
             "theirs": THEIRS[r.case.kind],
             "graphs": str(r.starts[0].graphs),
-            **{f"{side} s": f"{r.wall_s(side):.3f}" for side in compiled.SIDES},
-            "of eager": f"{r.ratio('compiled', 'eager'):.3f}",
-            "of theirs": f"{r.ratio('compiled', 'theirs'):.3f}",
-            "theirs of their eager": f"{r.ratio('theirs', 'theirs eager'):.3f}",
-            **{f"{side} CPU s": f"{r.cpu_s(side):.3f}" for side in compiled.SIDES},
-            "CPU of eager": f"{r.cpu_ratio('compiled', 'eager'):.3f}",
-            "CPU of theirs": f"{r.cpu_ratio('compiled', 'theirs'):.3f}",
-            "CPU of theirs of their eager": f"{r.cpu_ratio('theirs', 'theirs eager'):.3f}",
+            **{f"{side} s": f"{r.seconds('wall', side):.3f}" for side in compiled.SIDES},
+            "of eager": f"{r.ratio('wall', 'compiled', 'eager'):.3f}",
+            "of theirs": f"{r.ratio('wall', 'compiled', 'theirs'):.3f}",
+            "theirs of their eager": f"{r.ratio('wall', 'theirs', 'theirs eager'):.3f}",
+            **{f"{side} CPU s": f"{r.seconds('cpu', side):.3f}" for side in compiled.SIDES},
+            "CPU of eager": f"{r.ratio('cpu', 'compiled', 'eager'):.3f}",
+            "CPU of theirs": f"{r.ratio('cpu', 'compiled', 'theirs'):.3f}",
+            "CPU of theirs of their eager": f"{r.ratio('cpu', 'theirs', 'theirs eager'):.3f}",
             "loss differs by": f"{max(each.loss_difference for each in r.starts):.1e}",
         }
         for r in found
@@ -272,9 +272,10 @@ def compiled_blocks() -> None:
     notes = (
         f"One training step (forward, backward, fused AdamW) of a Llama on local gloo processes, in float32 ({sizes}): "
         "ours with compiled and with eager blocks, and torch's own with every layer under `torch.compile`, and eager. "
-        f"Medians over {compiled.STARTS} starts of medians of {compiled.STEPS} steps, sides in turns, and of ratios "
-        "within a start; CPU seconds are those of the busiest rank. CPU seconds of compiling a narrow Llama with "
-        f"inductor's cache empty, and again with what that left there: {taken}."
+        f"Steps of all sides are interleaved; figures are medians over {compiled.STARTS} starts of the median of "
+        f"{compiled.STEPS} steps, and of its ratios within a start; CPU seconds are those of the busiest rank. CPU "
+        "seconds of compiling a narrow Llama with inductor's cache empty, and again with what that left there: "
+        f"{taken}."
     )
     raw = {"steps": [asdict(r) for r in found], "depths": [asdict(d) for d in depths]}
     print(record.write("compiled", "Compiled blocks", notes, rows, raw, facts), flush=True)

@@ -3,9 +3,9 @@
 Data parallel: ours pinned ``{"data": n, "zero": 0}`` against ``DistributedDataParallel``. Sharded: ``zero`` 3 against
 ``fully_shard`` of every layer and of the rest. Torch's own run eager, and with every layer compiled as a whole graph,
 as torchtitan does it, which says what compiling gains on this machine. All sides train the same model on the same
-batches from the same weights with torch's fused AdamW, in turns in one run, and the losses must agree. Tensor parallel
-is left out: layers of ``parallelize_module`` that are compiled so raise in backward (torch 2.13, ``'Tensor' object has
-no attribute '_local_tensor'``).
+batches from the same weights with torch's fused AdamW, interleaved in one run, and the losses must agree. Tensor
+parallel is left out: layers of ``parallelize_module`` that are compiled so raise in backward (torch 2.13, ``'Tensor'
+object has no attribute '_local_tensor'``).
 
 How compiling grows with depth is measured apart, in one process: CPU seconds of a model's first step, which compiles,
 less those of a later one.
@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ SHAPES = {"wide": Shape(layers=4), "narrow": Shape(layers=4, hidden=128, heads=4
 DEPTHS = (2, 32)
 STEPS, WARMUP = 8, 2
 STARTS = 3
-"""How memory happens to lie lasts as long as a process: ratios differ more between starts than between steps."""
+"""Times that the processes of a comparison are started: ratios differ more between starts than between steps."""
 TIMEOUT_S = 600.0
 """So long a rank waits for others, which may still be compiling."""
 
@@ -63,16 +63,23 @@ class Case:
         return {"data": self.ranks, **KINDS[self.kind]}
 
 
+Clock = Literal["wall", "cpu"]
+
+
 @dataclass(frozen=True)
 class Steps:
-    """Wall and CPU seconds of every step by side, each of the slowest rank, of one start of the processes; by how much
-    losses differed at most; how many graphs our side compiled.
+    """Of one start: wall and CPU seconds of every step by side, each of the slowest rank; by how much losses differed
+    at most; how many graphs our side compiled.
     """
 
     wall_s: dict[str, tuple[float, ...]]
     cpu_s: dict[str, tuple[float, ...]]
     loss_difference: float
     graphs: int
+
+    def median_s(self, clock: Clock, side: str) -> float:
+        """Seconds of a side's median step."""
+        return statistics.median((self.wall_s if clock == "wall" else self.cpu_s)[side])
 
 
 @dataclass(frozen=True)
@@ -82,23 +89,13 @@ class Compared:
     case: Case
     starts: tuple[Steps, ...]
 
-    def wall_s(self, side: str) -> float:
+    def seconds(self, clock: Clock, side: str) -> float:
         """Median over starts of a side's median step."""
-        return statistics.median(statistics.median(each.wall_s[side]) for each in self.starts)
+        return statistics.median(each.median_s(clock, side) for each in self.starts)
 
-    def cpu_s(self, side: str) -> float:
-        """The same in CPU seconds."""
-        return statistics.median(statistics.median(each.cpu_s[side]) for each in self.starts)
-
-    def ratio(self, side: str, of: str) -> float:
+    def ratio(self, clock: Clock, side: str, of: str) -> float:
         """Median over starts of a side's median step over that of another."""
-        steps = (each.wall_s for each in self.starts)
-        return statistics.median(statistics.median(each[side]) / statistics.median(each[of]) for each in steps)
-
-    def cpu_ratio(self, side: str, of: str) -> float:
-        """The same of CPU time."""
-        steps = (each.cpu_s for each in self.starts)
-        return statistics.median(statistics.median(each[side]) / statistics.median(each[of]) for each in steps)
+        return statistics.median(each.median_s(clock, side) / each.median_s(clock, of) for each in self.starts)
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ def llama(shape: Shape) -> nn.Module:
 
 
 def _train_all(case: Case) -> Steps:
-    """One rank: a step of each side, with micro-batches."""
+    """One rank: steps of all sides, interleaved."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model = llama(case.shape).train()

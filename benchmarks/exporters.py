@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from autopar.measure.local_processes import LocalProcesses
 from planner.interchange.formats import FORMATS
 from planner.plan.plan import Plan
 
@@ -42,9 +43,9 @@ def executed() -> list[Executed]:
 
 
 def _run() -> Iterator[Executed]:
-    from tests.autopar.exported import GRADIENTS, PINS, exporting, gradients_alike
+    from tests.autopar.exported import GRADIENTS, PINS, gradients_alike
 
-    with exporting() as processes:
+    with LocalProcesses(4, ("torch", "tests.autopar.exported"), timeout_s=60) as processes:
         for name, pins in PINS.items():
             for what, pin in pins.items():
                 count = gradients_alike(processes, name, what)

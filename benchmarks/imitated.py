@@ -26,6 +26,7 @@ from planner.formulation.remat.levels import Amount, Kept, Recompute
 from planner.formulation.training import Training
 from planner.ir.folding import Block
 from planner.ir.graph import Ref, TensorType
+from planner.ir.layout import Axis
 from planner.ops import OPS, attends
 from planner.search.branch_and_bound import Searched
 
@@ -262,10 +263,12 @@ def _besides(row: Published, found: Searched) -> dict[str, float]:
     space = assignment.space
     own = _elements(found) / (row.sharded * row.tensor)
     left = {"copies": copies_s(found) / row.tensor, "clipped": space.cost.compute_s(0.0, CLIPPED * own, "float32", 0)}
-    data = next(axis for axis in space.mesh.axes if axis.name == "data")
+    data = _axis(found, "data")
     left["last reduction"] = space.cost.collective_s("reduce_scatter", data, WIDE * _root_elements(row, found))
     if row.tensor > 1:
         left |= _tensor_parallel(row, found)
+        if row.model.startswith("Qwen"):
+            left["whole queries"] = _whole_queries_s(row, found)
     if row.is_compiled and row.model.startswith("Llama"):
         left["rotated"] = space.cost.compute_s(0.0, 3 * ROTARY * _rotated_elements(row, found), "bfloat16", 0)
     if row.recompute == FULL and not row.early_stop and not row.is_compiled:
@@ -277,7 +280,7 @@ def _besides(row: Published, found: Searched) -> dict[str, float]:
 def _gathering_s(row: Published, found: Searched) -> float:
     """Seconds in which FSDP2 gathers parameters, twice, and reduces their gradients, next to all beside computing."""
     space = found.assignment.space
-    data = next(axis for axis in space.mesh.axes if axis.name == "data")
+    data = _axis(found, "data")
     elements = _elements(found) / row.tensor
     gathered_s = space.cost.collective_s("all_gather", data, HALF * elements / row.sharded)
     return 2 * gathered_s + space.cost.collective_s("reduce_scatter", data, WIDE * elements)
@@ -290,7 +293,7 @@ def _tensor_parallel(row: Published, found: Searched) -> dict[str, float]:
     Gathers are fused with the products that read them, scatters with the one that makes them, which backward adds up.
     """
     space = found.assignment.space
-    tensor = next(axis for axis in space.mesh.axes if axis.name == "tensor")
+    tensor = _axis(found, "tensor")
     device, scattered = space.cost.slowest, 1 if row.is_compiled else STRIDED
     narrow = NARROW / HALF if row.gathers_float8 else 1.0
     exposed = 1 / row.tensor if row.is_asynchronous else 1.0
@@ -318,12 +321,21 @@ def _tensor_parallel(row: Published, found: Searched) -> dict[str, float]:
             continue
         ordered += moved - count * (whole + part)
     left["put in order"] = ordered / (device.memory_efficiency * device.memory_bandwidth_bytes_per_s)
-    if row.model.startswith("Qwen"):
-        queries = _rotated_elements(row, found)
-        moved = 2 * HALF * row.tensor * queries + TURNED * (row.tensor - 1) * queries
-        gathered_s = space.cost.collective_s("all_gather", tensor, HALF * queries)
-        left["whole queries"] = 2 * (gathered_s + space.cost.compute_s(0.0, moved, "bfloat16", 0))
     return {what: seconds for what, seconds in left.items() if seconds}
+
+
+def _whole_queries_s(row: Published, found: Searched) -> float:
+    """Seconds to gather queries and keys of all heads behind their norms, and to rotate those of others, too: forward
+    and again.
+    """
+    space, queries = found.assignment.space, _rotated_elements(row, found)
+    moved = 2 * HALF * row.tensor * queries + TURNED * (row.tensor - 1) * queries
+    gathered_s = space.cost.collective_s("all_gather", _axis(found, "tensor"), HALF * queries)
+    return 2 * (gathered_s + space.cost.compute_s(0.0, moved, "bfloat16", 0))
+
+
+def _axis(found: Searched, name: str) -> Axis:
+    return next(axis for axis in found.assignment.space.mesh.axes if axis.name == name)
 
 
 def _held(row: Published, found: Searched) -> dict[str, float]:

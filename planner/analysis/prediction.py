@@ -430,7 +430,7 @@ def seconds_by_use(assignment: Assignment) -> dict[str, float]:
     space = assignment.space
     uses = ("compute", "recompute", "communication", "gradients", "optimizer", "offload")
     time = dict.fromkeys(uses, 0.0)
-    cover, hidden = 0.0, space.overlap if space.unsharding.overlaps_reduce else 0.0
+    cover = 0.0
     for variable, names in space.members.items():
         node, times = space.graph.by_name[names[0]], len(names)
         if node.is_leaf:
@@ -444,7 +444,7 @@ def seconds_by_use(assignment: Assignment) -> dict[str, float]:
         time["communication"] += work.inner_s * times
         again = space.decision_graph.runs_again(variable, assignment.recompute)
         time["recompute"] += (work.forward_s + work.inner_forward_s) * again
-        cover += work.backward_s * hidden * times
+        cover += work.backward_s * space.overlap * times
     for each, times in conversions(assignment):
         forward_s, backward_s = space.conversion_s(each.ref, each.source, each.target)
         time["communication"] += forward_s * times
@@ -452,7 +452,8 @@ def seconds_by_use(assignment: Assignment) -> dict[str, float]:
         time["gradients" if is_param else "communication"] += backward_s * times
     for use, seconds in _converted_again_s(assignment).items():
         time[use] += seconds
-    time["gradients"] = at_least_zero(time["gradients"] - cover)
+    if space.unsharding.overlaps_reduce:
+        time["gradients"] = at_least_zero(time["gradients"] - cover)
     if space.training.tier == "device":
         del time["offload"]
     return time

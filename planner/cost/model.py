@@ -220,7 +220,7 @@ class CostModel:
     @property
     def least_start_s(self) -> float:
         """Seconds that a kernel takes at least, however small it is."""
-        return self._correction("compute") * self.slowest.launch_overhead_s if self.is_closed else 0.0
+        return self._correction("compute") * self.cluster.device.launch_overhead_s if self.is_closed else 0.0
 
     def _correction(self, work: str) -> float:
         """What closed forms are multiplied by, as steps that ran took so much longer."""

@@ -27,6 +27,7 @@ from planner.analysis.prediction import Prediction
 from planner.base.errors import InputError
 from planner.base.formatting import in_seconds
 from planner.formulation.assignment import Assignment, assignment_of
+from planner.formulation.certificate import ROUNDING
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.unsharding import PER_STEP
 from planner.search.candidate_evaluation import LIKELY, doubt_of, evaluate_candidate, is_likely, raised
@@ -49,8 +50,6 @@ from planner.search.unfolding import may_differ, refolded, unfolded
 from planner.solve.problem import Evaluation, evaluate
 from planner.solve.transfers import TransferSchedule
 
-ROUNDING = 1e-9
-"""Bounds and plans add the same numbers in other orders."""
 NEAR = 2.0
 """Shapes at most so many doublings from the best plan's are evaluated before others; see
 :meth:`ParallelConfig.distance`.
@@ -201,7 +200,7 @@ def branch_and_bound(
         if row is not None:
             rows = [*(each for each in rows if each.config != row.config), row]
         proofs = [*closer, *(branch for branch in branches if branch.candidate.config.micro_batched)]
-        least = {each.config: each.bound_s for each in _rows(closer)}
+        least = _least_of_each(closer)
         rows = [replace(each, bound_s=min(each.bound_s, least.get(each.config, math.inf))) for each in rows]
     if best is None:
         return NothingFits(rows, proofs, branches)

@@ -25,6 +25,7 @@ from planner.search.candidates import (
     begin_together,
     better,
     close,
+    cutoff_s,
     is_near,
     is_reached,
     target_s,
@@ -220,7 +221,7 @@ def _enumerated(
     """
     assert branch.pipeline is not None and bounds is not None
     best, before = better(best, branch), time.monotonic()
-    enough_s = _enough_s(context, best)
+    enough_s = cutoff_s(context, best)
     known = bounds.below(enough_s, FEW)
     if known is None or (known and len(known) * _ways_of(context, branch, known[0][1]) > FEW):
         return branch
@@ -229,14 +230,14 @@ def _enumerated(
         if context.is_late():
             bound_s = min(bound_s, least_s)
             break
-        if least_s < _enough_s(context, best):
+        if least_s < cutoff_s(context, best):
             links = links_of(assignment_of(branch.space, choices), context.levels, context.pins.schedule)
-            found = enumerated(links, branch.pipeline, context.limit_bytes, _enough_s(context, best))
+            found = enumerated(links, branch.pipeline, context.limit_bytes, cutoff_s(context, best))
             if found is not None:
                 best = Incumbent(branch.space, choices, found)
                 branch = replace(branch, candidate=branch.candidate.costing(found.evaluation), best=best)
     context.took("solve", before)
-    bound_s = min(bound_s, _enough_s(context, best))
+    bound_s = min(bound_s, cutoff_s(context, best))
     candidate = replace(branch.candidate, bound_s=max(branch.candidate.bound_s, bound_s), proof="search")
     return close(replace(branch, candidate=candidate), best)
 
@@ -246,16 +247,11 @@ def _ways_of(context: SearchContext, branch: Branch, choices: tuple[int, ...]) -
     return ways_of(context.links(branch.space, choices), branch.pipeline)
 
 
-def _enough_s(context: SearchContext, best: Incumbent | None) -> float:
-    """What takes longer is not looked for."""
-    return math.inf if best is None else min(target_s(best), best.evaluation.time_s * (1 - context.gap))
-
-
 def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None, is_proof: bool) -> Branch:
     assert branch.pipeline is not None and branch.bounds is not None
     before = time.monotonic()
     paths = context.paths.setdefault(branch.pipeline, Paths(branch.pipeline))
-    found = branch.bounds.of(paths, _enough_s(context, best), is_proof)
+    found = branch.bounds.of(paths, cutoff_s(context, best), is_proof)
     context.took("solve", before)
     bound_s = max(branch.candidate.bound_s, found.time_s)
     status = "infeasible" if math.isinf(bound_s) else "none found" if branch.is_sought else "not tried"

@@ -200,6 +200,11 @@ def target_s(best: Incumbent) -> float:
     return best.evaluation.time_s * (1 - PROVED / 2)
 
 
+def cutoff_s(context: SearchContext, best: Incumbent | None) -> float:
+    """Seconds of a step from which on plans are not looked for: none would be faster by more than the gap."""
+    return math.inf if best is None else min(target_s(best), best.evaluation.time_s * (1 - context.gap))
+
+
 def is_near(context: SearchContext, branch: Branch, best: Incumbent | None) -> bool:
     """Whether a branch need not be searched: it is bounded, and no plan of it can be faster by more than the gap."""
     is_bounded = branch.is_priced or branch.likely_s > 0.0

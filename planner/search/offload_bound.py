@@ -70,8 +70,8 @@ def _least_s(context: SearchContext, bounds: PipelineBounds) -> float:
     """Seconds of a step of one configuration at least.
 
     Under any price on bytes each parameter saves no more by staying than it does above the price of its bytes; so it
-    loses the less of both, and gets back the price of all the room that backward leaves to what stays. Of one stage
-    what forward saves has a price, too.
+    loses the less of both, and gets back the price of all the room that backward leaves to what stays when it begins.
+    Of one stage what forward saves has a price, too.
     """
     if math.isinf(bounds.free_s):
         return bounds.free_s

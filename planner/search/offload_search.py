@@ -25,7 +25,7 @@ from planner.search.offload_bound import least_step_s
 from planner.search.search_context import SearchContext
 
 AMOUNTS = ((0.5, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 0.75), (1.0, 1.0))
-"""Parts of a device's room, and of what the link takes away in a forward, that plans which are tried hold together."""
+"""What plans that are tried hold: parts of a device's room, and of what the link takes away in a forward, together."""
 ROOM = (0.75, 0.5, 0.25, 0.0)
 """Parts of what a plan takes beside model data to which it is reduced, so that more of that stays."""
 ENDLESS = 2**50
@@ -149,8 +149,11 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
             if tried[-1][0] > last_s:
                 break
             last_s = tried[-1][0]
-    with contextlib.suppress(InfeasibleError) if tried else contextlib.nullcontext():
+    try:
         tried.append((found.planned_step_s, found))
+    except InfeasibleError:
+        if not tried:
+            raise
     return min(tried, key=lambda each: each[0])[1]
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from planner.analysis.pipeline.staged import THOROUGH, saving_more, stage
 from planner.formulation.search_space import Space
 from planner.formulation.unsharding import PER_MICRO_BATCH, PER_STEP
-from planner.search.candidates import Incumbent, is_reached
+from planner.search.candidates import Incumbent, cutoff_s
 from planner.search.parallel_config import ParallelConfig
 from planner.search.search_context import SearchContext
 from planner.solve.choices import corners, solve
@@ -41,9 +41,7 @@ def refined(context: SearchContext, best: Incumbent, bounds_s: Mapping[ParallelC
     best = _cut_well(context, best)
     for each in (replace(config, unsharding=unsharding) for unsharding in (PER_STEP, PER_MICRO_BATCH)):
         space = context.formulated.get((best.space.decision_graph, each, context.training))
-        bound_s = bounds_s.get(each, 0.0)
-        is_near = is_reached(bound_s, best) or bound_s >= best.evaluation.time_s * (1 - context.gap)
-        if space is not None and not is_near:
+        if space is not None and bounds_s.get(each, 0.0) < cutoff_s(context, best):
             best = _refine(context, space, each, best)
     context.took("solve", before)
     return best

@@ -8,9 +8,15 @@ from autopar.measure.local_processes import LocalProcesses
 from tests.autopar.captured_once import captured_once
 
 PRELOAD = (
-    *("tests.conftest", "torch", "torch.export._trace", "torch._functorch.aot_autograd", "networkx"),
-    *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
-    *("autopar.driver.parallelize", "tests.autopar.workers"),
+    "tests.conftest",
+    "torch",
+    "torch.export._trace",
+    "torch._functorch.aot_autograd",
+    "networkx",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "autopar.driver.parallelize",
+    "tests.autopar.workers",
 )
 """What most of them need, under what tests run under: imported once for all."""
 

@@ -109,11 +109,6 @@ PINS: dict[str, dict[str, dict[str, Any]]] = {
 """Format -> what is run of it, and the pins of its plan for four processes."""
 
 
-def exporting() -> LocalProcesses:
-    """Four processes."""
-    return LocalProcesses(4, ("torch", "tests.autopar.exported"), timeout_s=60)
-
-
 def four_devices() -> ClusterSpec:
     """Whose messages begin at once, so that small ones are sent as large ones would be."""
     described = ClusterSpec.local(4).to_dict()

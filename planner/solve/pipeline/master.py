@@ -223,11 +223,11 @@ class Master:
         for _ in range(ROUNDS):
             self._add_paths()
             found = self._solved(near)
+            least_s, known = self._step.solution_value() * self._unit_s, len(self.paths.found)
             if found.step_s > enough_s:
                 anywhere = found if near is None else self._solved()
                 if anywhere.step_s > enough_s:
                     return anywhere
-            least_s, known = self._step.solution_value() * self._unit_s, len(self.paths.found)
             seconds = self.paths.longest(self._times(found.shares), EACH)
             if seconds < near_s:
                 near, near_s = self._blocks_of(found.shares), seconds
