@@ -1,7 +1,8 @@
 """Bounds and evaluates a candidate, more closely each time.
 
 It falls into its pipelines, one for each schedule and number of virtual stages. First all of them are bounded by work
-and communication and by whole blocks, with the costs of the fewest micro-batches for all multiples; then each is
+and communication and by whole blocks, with the costs of the fewest micro-batches for all multiples; then, one at a
+time, by whole blocks within the memory of ranks (:mod:`planner.solve.pipeline.packing`); then each that is left is
 solved with what its stages wait and hold (:mod:`planner.search.pipeline_bounds`) and cut for that, if it is likely to
 be faster than the best plan; its bound is proved where that prunes it, or at the end.
 """
@@ -47,6 +48,8 @@ FEW = 500
 """So many plans of a pipeline are looked at one by one."""
 BETTER = 500
 """Effort for cutting what gave the best plan once more."""
+RAISED = 0.01
+"""Part of a step by which a closer bound makes it worth to look first whether others are more promising."""
 SIMILAR = 4
 """Up to so many times the micro-batches costs are near enough to those of a multiple to solve relaxations with them."""
 
@@ -68,12 +71,18 @@ def evaluate_candidate(
         return _by_pipeline(context, decision_graph, branch, best)
     if branch.likely_s and branch.formulated is not None:
         return [(_proved if branch.is_sought else _cut_closely)(context, branch, best)]
-    if branch.likely_s or branch.bounds is None:
+    packed = _packed(context, branch, best)
+    if packed is not branch:
+        return [packed]
+    if branch.likely_s or not _is_similar(branch):
         fewer = _fewer(context, branch)
         if fewer is not None:
             _own_bounds(context, decision_graph, fewer)
             return [raised(context, branch)]
         branch = _by_itself(context, decision_graph, branch)
+        packed = _packed(context, branch, best)
+        if packed is not branch:
+            return [packed]
     return [_estimated(context, branch, best)]
 
 
@@ -133,21 +142,16 @@ def _by_pipeline(
         config, micro_batches = each.candidate.config, each.candidate.config.mesh.micro_batches
         peak_bytes = bounds.costs.least_bytes(fewest.mesh.micro_batches / micro_batches)
         bound_s = max(bounds.free_s, each.candidate.bound_s) if peak_bytes <= context.limit_bytes else math.inf
-        if not is_reached(bound_s, best):
-            bound_s = max(bound_s, bounds.packed_s(micro_batches))
         status = "infeasible" if math.isinf(bound_s) else "not tried"
         candidate = replace(each.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="work")
-        is_similar = micro_batches <= SIMILAR * fewest.mesh.micro_batches
         growth = (micro_batches / fewest.mesh.micro_batches) ** GROWTH
-        known = bounds if is_similar else None
-        each = replace(each, candidate=candidate, bounds=known, met=bounds.choices, growth=growth)
+        each = replace(each, candidate=candidate, bounds=bounds, met=bounds.choices, growth=growth)
         each = replace(each, scarce=tuple(scarce[: scarce.index(config) + 1]) if config in scarce else ())
         if config == fewest:
             each = replace(each, formulated=bounds.costs.space)
-        found += [
-            replace(each, pipeline=pipeline)
-            for pipeline in context.pipelines(config, len(decision_graph.folded.instances))
-        ]
+        for pipeline in context.pipelines(config, len(decision_graph.folded.instances)):
+            packed_s = 0.0 if is_reached(bound_s, best) else bounds.packed_s(pipeline)
+            found.append(_raised_to(replace(each, pipeline=pipeline), packed_s, "work"))
         if (
             config.micro_batched
             and config.unsharding.once_per_step
@@ -163,10 +167,36 @@ def _by_pipeline(
 def _by_itself(context: SearchContext, decision_graph: DecisionGraph, branch: Branch) -> Branch:
     """A pipeline with the costs of its own configuration."""
     config = branch.candidate.config
+    assert branch.pipeline is not None
     bounds = _own_bounds(context, decision_graph, config)
-    bound_s = max(branch.candidate.bound_s, bounds.free_s, bounds.packed_s(config.mesh.micro_batches))
-    candidate = replace(branch.candidate, bound_s=bound_s)
-    return replace(branch, candidate=candidate, formulated=bounds.costs.space, bounds=bounds)
+    branch = _raised_to(branch, max(bounds.free_s, bounds.packed_s(branch.pipeline)), "work")
+    return replace(branch, formulated=bounds.costs.space, bounds=bounds)
+
+
+def _raised_to(branch: Branch, bound_s: float, proof: str) -> Branch:
+    """The branch with a bound that is proved so, if it is above the one that is known."""
+    if bound_s <= branch.candidate.bound_s:
+        return branch
+    return replace(branch, candidate=replace(branch.candidate, bound_s=bound_s, proof=proof))
+
+
+def _packed(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+    """A pipeline bounded by whole blocks within time and memory; itself, where that says little more than was known."""
+    assert branch.pipeline is not None and branch.bounds is not None
+    before, enough_s = time.monotonic(), cutoff_s(context, best)
+    bound_s = branch.bounds.packed_s(branch.pipeline, enough_s)
+    context.took("solve", before)
+    if bound_s <= branch.candidate.bound_s * (1 + RAISED) and bound_s < enough_s:
+        return branch
+    is_enough = bound_s >= enough_s
+    return replace(_raised_to(branch, bound_s, "packing"), likely_s=bound_s if is_enough else branch.likely_s)
+
+
+def _is_similar(branch: Branch) -> bool:
+    """Whether costs of the bounds that are known are near enough to its own to solve relaxations with them."""
+    assert branch.bounds is not None
+    fewest = branch.bounds.costs.space.mesh.micro_batches
+    return branch.candidate.config.mesh.micro_batches <= SIMILAR * fewest
 
 
 def _own_bounds(context: SearchContext, decision_graph: DecisionGraph, config: ParallelConfig) -> PipelineBounds:

@@ -36,7 +36,7 @@ class Candidate:
         objective_s: seconds of its best plan found; infinite where none was sought, or none fits.
         bound_s: no plan of it is faster; infinite: none fits.
         peak_bytes: of that plan; without one, what every plan of it needs at least.
-        proof: the evaluation that proved the bound: ``arithmetic``, ``work``, ``relaxation`` or ``search``.
+        proof: what proved the bound: ``arithmetic``, ``work``, ``packing``, ``relaxation`` or ``search``.
     """
 
     config: ParallelConfig

@@ -25,6 +25,8 @@ from planner.ir.layout import PIPELINE, Axis
 from planner.solve.choices.tree import Tree
 from planner.solve.choices.under_many import ENTRIES, LeastOfEach, assignments_below, least_of_each, least_with_choices
 from planner.solve.pipeline.master import Master, MasterSolution, Paths, Prices, Variant
+from planner.solve.pipeline.packing import BlockVariant, Packing, RankRooms
+from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import Floats, Ints
 
 ROUNDS = 3
@@ -80,6 +82,7 @@ class PipelineBounds:
         self._free_with: list[Floats] = []
         self._tree: Tree | None = None
         self._entries = ENTRIES
+        self._packings: dict[bool, Packing] = {}
         self._used: list[tuple[int, ...]] = []  # in the pipeline solved last, by which most blocks of the next run, too
         self.free_s, self._free = self._find_free()
 
@@ -293,35 +296,88 @@ class PipelineBounds:
         )  # fmt: skip
         return self._under(prices, 0.0, 1.0 - waiting).bound_s
 
-    def packed_s(self, micro_batches: int) -> float:
-        """Seconds at least of blocks that are each whole on some rank, with what the first and the last rank have too.
+    def packed_s(self, pipeline: Pipeline, enough_s: float | None = None) -> float:
+        """Seconds at least of blocks that are each whole on some rank, within time and memory, with what the first and
+        the last rank have too; raised no further once it reaches ``enough_s``, by nothing that is not known without.
 
         A rank that waits for ``w`` blocks, the first of the stages before it, and has ``n`` of the body takes
         ``n m + w`` times what a block takes, and ``m`` times what else it has.
         """
-        costs, ranks, part = self.costs, self.costs.space.stages, self._part(micro_batches)
-        if ranks == 1 or not math.isfinite(self.free_s):
+        if not math.isfinite(self.free_s):
+            return self.free_s
+        if enough_s is not None:
+            self._narrow_freely(enough_s)
+        if self.costs.kept is None:
+            return enough_s or 0.0
+        part, ranks = self._part(pipeline.micro_batches), pipeline.ranks
+        block_s, first_s, last_s, once_s = self._least_parts if ranks > 1 else (0.0, 0.0, 0.0, 0.0)
+        if ranks > 1 and not 0.0 < block_s < math.inf:
             return 0.0
-        block_s, first_s, last_s, once_s = self._least_parts
-        if not 0.0 < block_s < math.inf:
-            return 0.0
-        block_s *= part
+        costs, times, rank = self.costs, self.costs.space.mesh.micro_batches, np.arange(ranks)
         body = [instance.kind == costs.body for instance in costs.folded.instances[: ranks - 1]]
-        waits = [0, *accumulate(body)] if self.waits and ranks <= micro_batches else [0] * ranks
-        besides = [
-            waits[rank] * block_s + micro_batches * part * ((rank == 0) * first_s + (rank == ranks - 1) * last_s)
-            for rank in range(ranks)
-        ]
+        waits = np.array([0, *accumulate(body)] if self.waits and ranks <= pipeline.micro_batches else [0] * ranks)
+        taken_s = waits * block_s * part + times * ((rank == 0) * first_s + (rank == ranks - 1) * last_s)
+        rooms = RankRooms(taken_s, *self._rooms(pipeline, part))
+        once_s = max(0.0, once_s)
+        wanted_s = 0.0 if enough_s is None or self.limit_bytes is None else enough_s - once_s
+        found_s = once_s + self._packing(part != 1.0).least_s(rooms, wanted_s)
+        return found_s if enough_s is None else min(found_s, enough_s)
 
-        def fits(length_s: float) -> bool:
-            rooms = (max(0.0, length_s - each) / (micro_batches * block_s) for each in besides)
-            return sum(math.floor(room + 1e-9) for room in rooms) >= costs.count
+    def _rooms(self, pipeline: Pipeline, part: float) -> tuple[Floats, Floats]:
+        """Bytes that every rank has for what it holds, and how many of the space's micro-batches are in flight then."""
+        if self.limit_bytes is None:
+            return np.zeros(pipeline.ranks), np.zeros(pipeline.ranks)
+        working = (*self.costs.working_bytes(pipeline.stages, part), 0.0)
+        free_bytes, in_flight = [], []
+        for _, moments in pipeline.certain_moments:
+            count, taken = max(((min(each.counts), working[each.backward]) for each in moments), default=(0, 0.0))
+            free_bytes.append(self.limit_bytes - taken)
+            in_flight.append(part * count)
+        return np.array(free_bytes), np.array(in_flight)
 
-        low, high = 0.0, micro_batches * block_s * costs.count + max(besides)
-        while high - low > 1e-6 * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if fits(middle) else (middle, high)
-        return low + max(0.0, once_s)
+    def _packing(self, of_multiple: bool) -> Packing:
+        """That of the body's blocks, or of a whole model that one stage has."""
+        if of_multiple not in self._packings:
+            ranks = self.costs.space.stages
+            count, free_s = (1, self.free_s) if ranks == 1 else (self.costs.count, self._step_of_block_s)
+            self._packings[of_multiple] = Packing(
+                count, free_s, partial(self._cost_s, of_multiple), self._packed(self._free)
+            )
+        return self._packings[of_multiple]
+
+    @property
+    def _step_of_block_s(self) -> float:
+        return self.costs.space.mesh.micro_batches * self._least_parts[0]
+
+    def _cost_s(self, of_multiple: bool, held: float, saved: float) -> tuple[float, BlockVariant]:
+        """What is packed costs at least, at these prices of bytes, at any level; and what does."""
+        ranks, times = self.costs.space.stages, self.costs.space.mesh.micro_batches
+        one, nothing = np.ones(1), np.zeros(1)
+        prices = Prices(one * times, one * times, one * held, one * saved, nothing, 0.0, 0.0)
+        none = Prices(nothing, nothing, nothing, nothing, nothing, 0.0, 0.0)
+        others, once = (prices, 1.0) if ranks == 1 else (none, 0.0)
+        every = []
+        for level in range(len(self.costs.levels)):
+            tables = self.costs.under([(0, level)], prices, others, once, once * self._behind, of_multiple=of_multiple)
+            least = self._eliminated(*tables)
+            every.append((float(least.bounds[0]), level, least))
+        cost_s, level, least = min(every, key=lambda each: each[:2])
+        count = 1 if ranks == 1 else self.costs.count
+        return cost_s / count, self._packed(self._choices_of(least.assignment(0)))[level]
+
+    def _packed(self, choices: tuple[int, ...]) -> list[BlockVariant]:
+        """What is packed with some choices, at every level."""
+        ranks, times = self.costs.space.stages, self.costs.space.mesh.micro_batches
+        variants = self.costs.variants(choices, ranks)
+        besides = [(self.costs.blocks(place), variants[place][0]) for place in self.places[1:]] if ranks == 1 else []
+        found = []
+        for variant in variants[BODY]:
+            every = [(self.costs.count if ranks == 1 else 1, variant), *((max(1, n), each) for n, each in besides)]
+            once = 1.0 if ranks == 1 else 0.0
+            work_s = sum(n * (times * (each.forward_s + each.backward_s) + once * each.once_s) for n, each in every)
+            held, saved = (sum(n * getattr(each, name) for n, each in every) for name in ("held_bytes", "saved_bytes"))
+            found.append(BlockVariant(work_s, held, saved))
+        return found
 
     @cached_property
     def _least_parts(self) -> tuple[float, float, float, float]:

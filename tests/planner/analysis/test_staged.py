@@ -202,8 +202,9 @@ def test_no_pipeline_beats_its_relaxation(
                     known, waits = paths.setdefault(found.pipeline, Paths(found.pipeline)), names[0] == "1f1b"
                     for each in (costs, *of_fewer):
                         bounds = PipelineBounds(each, limit_bytes, least_send_s(each.space), waits)
-                        assert max(bounds.free_s, bounds.packed_s(micro_batches)) <= found.step_s * (1 + 1e-9)
+                        assert max(bounds.free_s, bounds.packed_s(found.pipeline)) <= found.step_s * (1 + 1e-9)
                         enough_s = rng.choice((math.inf, found.step_s * rng.uniform(1.0, 1.2)))
+                        assert bounds.packed_s(found.pipeline, enough_s) <= found.step_s * (1 + 1e-9)
                         relaxed = bounds.of(known, enough_s, is_proof=rng.random() < 0.8)
                         assert bounds.free_s * (1 - 1e-9) <= relaxed.time_s <= found.step_s * (1 + 1e-9)
                     others = [kept != choice for kept, choice in zip(costs.kept or (), choices, strict=True)]
