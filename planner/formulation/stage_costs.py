@@ -82,6 +82,22 @@ class StageCosts:
         """How many blocks have the prices of a place."""
         return sum(len(self.folded.kinds[kind]) for kind, each in self._places.items() if each == place)
 
+    @cached_property
+    def leading(self) -> int | None:
+        """How many blocks of the body follow none of it: only these may cost less than its average, since nothing is
+        resharded from the one before. ``None`` where other blocks may, too.
+        """
+        body = [instance.kind == self.body for instance in self.folded.instances]
+        found = sum(own and not before for own, before in zip(body, [False, *body], strict=False))
+        members = ((variable, len(names)) for variable, names in self.space.members.items())
+        times = {count for variable, count in members if self._place_of(variable, variable) == BODY}
+        flows = self.space.decision_graph.flows.items()
+        between = {count for (tail, head, _, _), count in flows if self._place_of(tail, head) == BODY}
+        is_usual = all(n % self.count == 0 for n in times) and all(
+            n % self.count == 0 or n % (self.count - found) == 0 for n in between if found < self.count
+        )
+        return found if is_usual and found < self.count else None
+
     def is_anything(self, place: str) -> bool:
         """Whether there are decisions, or pairs of them, with the prices of a place."""
         every = chain(self._singles, chain.from_iterable(self._pairs.values()))

@@ -51,7 +51,7 @@ from planner.solve.problem import Evaluation, evaluate
 from planner.solve.transfers import TransferSchedule
 
 NEAR = 2.0
-"""Shapes at most so many doublings from the best plan's are evaluated before others; see
+"""Shapes at most so many doublings from the best plan's, and their pipelines, are evaluated before others; see
 :meth:`ParallelConfig.distance`.
 """
 
@@ -341,7 +341,7 @@ def _priority(
         if places:
             return -1, min(places), expected_s
     if branch.pipeline is not None:
-        return 0, expected_s
+        return int(best is not None and config.distance(best.config) > NEAR), expected_s
     return NEAR if best is None else min(NEAR, *(each.distance(best.config) for each in configs)), expected_s
 
 

@@ -71,19 +71,17 @@ def evaluate_candidate(
         return _by_pipeline(context, decision_graph, branch, best)
     if branch.likely_s and branch.formulated is not None:
         return [(_proved if branch.is_sought else _cut_closely)(context, branch, best)]
-    packed = _packed(context, branch, best)
-    if packed is not branch:
-        return [packed]
+    closer = _bounded_by_packing(context, branch, best)
+    if closer is not branch:
+        return [closer]
     if branch.likely_s or not _is_similar(branch):
         fewer = _fewer(context, branch)
         if fewer is not None:
             _own_bounds(context, decision_graph, fewer)
             return [raised(context, branch)]
         branch = _by_itself(context, decision_graph, branch)
-        packed = _packed(context, branch, best)
-        if packed is not branch:
-            return [packed]
-    return [_estimated(context, branch, best)]
+        closer = _bounded_by_packing(context, branch, best)
+    return [_estimated(context, branch, best) if closer is branch else closer]
 
 
 def raised(context: SearchContext, branch: Branch) -> Branch:
@@ -180,7 +178,7 @@ def _raised_to(branch: Branch, bound_s: float, proof: str) -> Branch:
     return replace(branch, candidate=replace(branch.candidate, bound_s=bound_s, proof=proof))
 
 
-def _packed(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
+def _bounded_by_packing(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
     """A pipeline bounded by whole blocks within time and memory; itself, where that says little more than was known."""
     assert branch.pipeline is not None and branch.bounds is not None
     before, enough_s = time.monotonic(), cutoff_s(context, best)
@@ -188,8 +186,8 @@ def _packed(context: SearchContext, branch: Branch, best: Incumbent | None) -> B
     context.took("solve", before)
     if bound_s <= branch.candidate.bound_s * (1 + RAISED) and bound_s < enough_s:
         return branch
-    is_enough = bound_s >= enough_s
-    return replace(_raised_to(branch, bound_s, "packing"), likely_s=bound_s if is_enough else branch.likely_s)
+    closer = _raised_to(branch, bound_s, "packing")
+    return replace(closer, likely_s=bound_s) if bound_s >= enough_s else closer
 
 
 def _is_similar(branch: Branch) -> bool:
@@ -283,9 +281,10 @@ def _at_prices(context: SearchContext, branch: Branch, best: Incumbent | None, i
     paths = context.paths.setdefault(branch.pipeline, Paths(branch.pipeline))
     found = branch.bounds.of(paths, cutoff_s(context, best), is_proof)
     context.took("solve", before)
-    bound_s = max(branch.candidate.bound_s, found.time_s)
+    branch = _raised_to(branch, found.time_s, "relaxation")
+    bound_s = branch.candidate.bound_s
     status = "infeasible" if math.isinf(bound_s) else "none found" if branch.is_sought else "not tried"
-    candidate = replace(branch.candidate, status=status, bound_s=bound_s, proof="relaxation")
+    candidate = replace(branch.candidate, status=status)
     return replace(branch, candidate=candidate, met=found.choices, likely_s=max(found.expected_s, bound_s))
 
 

@@ -100,7 +100,8 @@ class Branch:
     have at most as many and too few samples for the ranks, if it has too few.
 
     ``is_priced`` once its relaxation is proved, ``is_sought`` once a pipeline was cut; ``met`` are choices that solve
-    the relaxation of a pipeline, ``bounds`` what that is of, and ``likely_s`` what it takes with those;
+    the relaxation of a pipeline, ``bounds`` what that is of, and ``likely_s`` what it takes with those, or at least
+    where packing proved enough of it;
     ``best`` is the best plan found there.
     """
 

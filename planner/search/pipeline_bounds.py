@@ -51,6 +51,8 @@ MIXES = 8
 """So many mixes of what is behind work as if it were, and as if it were not, are tried."""
 ENTRIES_OF_PROOF = 5_000_000
 """Entries of a table at most where a bound is to be proved, once choices that are too slow are dropped."""
+UNLIMITED = 1e30
+"""Bytes of a rank of which the schedule says at no moment what is there."""
 OVER = 30.0
 """Price of a device's memory beyond what there is, in steps."""
 
@@ -83,6 +85,7 @@ class PipelineBounds:
         self._tree: Tree | None = None
         self._entries = ENTRIES
         self._packings: dict[bool, Packing] = {}
+        self._below_s = math.inf  # of faster plans no choice was dropped
         self._used: list[tuple[int, ...]] = []  # in the pipeline solved last, by which most blocks of the next run, too
         self.free_s, self._free = self._find_free()
 
@@ -154,7 +157,7 @@ class PipelineBounds:
 
     def _narrow_freely(self, enough_s: float) -> None:
         """Drop those with which they would, even if memory and waiting cost nothing."""
-        before = self.costs.kept
+        before, self._below_s = self.costs.kept, min(self._below_s, enough_s)
         self._narrow(self._free_with, enough_s)
         if before is not None and self.costs.kept is not None:
             numbers = zip(self._free_with, before, self.costs.kept, strict=True)
@@ -308,42 +311,50 @@ class PipelineBounds:
         if enough_s is not None:
             self._narrow_freely(enough_s)
         if self.costs.kept is None:
-            return enough_s or 0.0
+            return self._below_s
         part, ranks = self._part(pipeline.micro_batches), pipeline.ranks
         block_s, first_s, last_s, once_s = self._least_parts if ranks > 1 else (0.0, 0.0, 0.0, 0.0)
-        if ranks > 1 and not 0.0 < block_s < math.inf:
+        if (ranks > 1 and not 0.0 < block_s < math.inf) or self.free_s <= 0.0 or not self._packed_count:
             return 0.0
-        costs, times, rank = self.costs, self.costs.space.mesh.micro_batches, np.arange(ranks)
+        costs, times, placed = self.costs, self.costs.space.mesh.micro_batches, pipeline.placed
         body = [instance.kind == costs.body for instance in costs.folded.instances[: ranks - 1]]
-        waits = np.array([0, *accumulate(body)] if self.waits and ranks <= pipeline.micro_batches else [0] * ranks)
-        taken_s = waits * block_s * part + times * ((rank == 0) * first_s + (rank == ranks - 1) * last_s)
+        waits = [0, *accumulate(body)] if self.waits and ranks <= pipeline.micro_batches else [0] * ranks
+        taken_s = np.array(waits) * block_s * part
+        taken_s[placed[0]] += times * first_s
+        taken_s[placed[-1]] += times * last_s
         rooms = RankRooms(taken_s, *self._rooms(pipeline, part))
         once_s = max(0.0, once_s)
         wanted_s = 0.0 if enough_s is None or self.limit_bytes is None else enough_s - once_s
-        found_s = once_s + self._packing(part != 1.0).least_s(rooms, wanted_s)
-        return found_s if enough_s is None else min(found_s, enough_s)
+        return min(once_s + self._packing(part != 1.0).least_s(rooms, wanted_s), self._below_s)
 
     def _rooms(self, pipeline: Pipeline, part: float) -> tuple[Floats, Floats]:
         """Bytes that every rank has for what it holds, and how many of the space's micro-batches are in flight then."""
+        free_bytes, in_flight = np.full(pipeline.ranks, UNLIMITED), np.zeros(pipeline.ranks)
         if self.limit_bytes is None:
-            return np.zeros(pipeline.ranks), np.zeros(pipeline.ranks)
+            return free_bytes, in_flight
         working = (*self.costs.working_bytes(pipeline.stages, part), 0.0)
-        free_bytes, in_flight = [], []
-        for _, moments in pipeline.certain_moments:
-            count, taken = max(((min(each.counts), working[each.backward]) for each in moments), default=(0, 0.0))
-            free_bytes.append(self.limit_bytes - taken)
-            in_flight.append(part * count)
-        return np.array(free_bytes), np.array(in_flight)
+        for rank, (_, moments) in enumerate(pipeline.certain_moments):
+            if moments:
+                count, taken = max((min(each.counts), working[each.backward]) for each in moments)
+                free_bytes[rank], in_flight[rank] = self.limit_bytes - taken, part * count
+        return free_bytes, in_flight
 
     def _packing(self, of_multiple: bool) -> Packing:
         """That of the body's blocks, or of a whole model that one stage has."""
         if of_multiple not in self._packings:
             ranks = self.costs.space.stages
-            count, free_s = (1, self.free_s) if ranks == 1 else (self.costs.count, self._step_of_block_s)
+            free_s = self.free_s if ranks == 1 else self._step_of_block_s
             self._packings[of_multiple] = Packing(
-                count, free_s, partial(self._cost_s, of_multiple), self._packed(self._free)
+                self._packed_count, free_s, partial(self._cost_s, of_multiple), self._block_variants(self._free)
             )
         return self._packings[of_multiple]
+
+    @property
+    def _packed_count(self) -> int:
+        """How many blocks are packed, each of which costs no less than the average: of one stage, all as one."""
+        if self.costs.space.stages == 1:
+            return 1
+        return 0 if self.costs.leading is None else self.costs.count - self.costs.leading
 
     @property
     def _step_of_block_s(self) -> float:
@@ -363,9 +374,9 @@ class PipelineBounds:
             every.append((float(least.bounds[0]), level, least))
         cost_s, level, least = min(every, key=lambda each: each[:2])
         count = 1 if ranks == 1 else self.costs.count
-        return cost_s / count, self._packed(self._choices_of(least.assignment(0)))[level]
+        return cost_s / count, self._block_variants(self._choices_of(least.assignment(0)))[level]
 
-    def _packed(self, choices: tuple[int, ...]) -> list[BlockVariant]:
+    def _block_variants(self, choices: tuple[int, ...]) -> list[BlockVariant]:
         """What is packed with some choices, at every level."""
         ranks, times = self.costs.space.stages, self.costs.space.mesh.micro_batches
         variants = self.costs.variants(choices, ranks)

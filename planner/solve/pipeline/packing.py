@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ CLOSE = 2e-3
 """Part of a step by which a bound may be below what variants that are known take, to be left as it is."""
 EXACT = 1e-5
 """Part of a step to which it is found how long it is."""
+LONGEST = 64
+"""So many times what all blocks take on one rank are steps at most that are looked at."""
 DEAREST = 2.0
 """Price of all bytes of a rank, in steps that would have all blocks on it, beyond which none is asked for."""
 
@@ -72,22 +75,22 @@ class Packing:
         self._variants = [*variants]
 
     def least_s(self, rooms: RankRooms, enough_s: float) -> float:
-        """No step is shorter; of those below ``enough_s`` it is not always said how much longer they are."""
-        least_s = self._shortest_s(lambda step_s: self._most(rooms, step_s))
+        """A lower bound of the step, raised only until it reaches ``enough_s``; where nothing fits it is a long one."""
+        least_s = self._shortest_s(rooms, partial(self._most, rooms))
         for _ in range(ROUNDS):
             if least_s >= enough_s:
                 break
             prices, costs = self._between_variants(rooms)
-            met_s = self._shortest_s(lambda step_s: _least_room(rooms, step_s, prices, costs)[0])  # noqa: B023
+            met_s = self._shortest_s(rooms, partial(_room_of_variants, rooms, prices, costs))
             aim_s = min(enough_s, met_s)
             if least_s >= aim_s * (1 - CLOSE):
                 break
-            room, at = _least_room(rooms, aim_s, prices, costs)
+            room, at = _least_room(rooms, prices, costs, aim_s)
             more = np.where(at > 0.0, self._most(rooms, aim_s) - room, 0.0)
             rank = int(more.argmax())
             if more[rank] <= 0.0 or not self._ask(at[rank], at[rank] * rooms.in_flight[rank]):
                 break
-            least_s = self._shortest_s(lambda step_s: self._most(rooms, step_s))
+            least_s = self._shortest_s(rooms, partial(self._most, rooms))
         return least_s
 
     def _ask(self, held: float, saved: float) -> bool:
@@ -125,11 +128,11 @@ class Packing:
         prices = np.concatenate([prices, ends], axis=1)
         return prices, (work_s + prices[:, :, None] * sizes[:, None]).min(axis=2)
 
-    def _shortest_s(self, room: Callable[[float], Floats]) -> float:
+    def _shortest_s(self, rooms: RankRooms, room: Callable[[float], Floats]) -> float:
         """The shortest step for which there is room for all blocks; the longest that is looked at where there is for
         none.
         """
-        low, high = 0.0, 64 * self._count * self._free_s
+        low, high = 0.0, float(rooms.taken_s.max()) + LONGEST * self._count * self._free_s
         if not self._have_room(room(high)):
             return high
         while high - low > EXACT * high:
@@ -148,7 +151,12 @@ def _rooms_at(rooms: RankRooms, step_s: float, prices: Floats, costs: Floats) ->
     return found
 
 
-def _least_room(rooms: RankRooms, step_s: float, prices: Floats, costs: Floats) -> tuple[Floats, Floats]:
+def _room_of_variants(rooms: RankRooms, prices: Floats, costs: Floats, step_s: float) -> Floats:
+    """Blocks for which each rank has room at most, at the best of some prices."""
+    return _least_room(rooms, prices, costs, step_s)[0]
+
+
+def _least_room(rooms: RankRooms, prices: Floats, costs: Floats, step_s: float) -> tuple[Floats, Floats]:
     """Blocks for which each rank has room at the price that leaves it the least, and that price."""
     found = _rooms_at(rooms, step_s, prices, costs)
     at = found.argmin(axis=1)

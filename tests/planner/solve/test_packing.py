@@ -43,21 +43,21 @@ def packing(count: int, variants: list[BlockVariant], known: int = 1) -> tuple[P
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_no_way_to_share_blocks_out_is_shorter(ranks: int) -> None:
     rng, raised, close = random.Random(ranks), 0, 0
-    for _ in range(60):
+    for _ in range(120):
         count = rng.randint(ranks, 5)
         sizes = sorted((rng.uniform(0.2, 1.0), rng.uniform(0.2, 1.0)) for _ in range(3))
         variants = [BlockVariant(3.0 - held - saved, held, saved) for held, saved in sizes]
         in_flight = np.array([float(ranks - rank) for rank in range(ranks)])
         least = min(each.held_bytes + ranks * each.saved_bytes for each in variants)
-        free_bytes = np.full(ranks, least * math.ceil(count / ranks) * rng.uniform(0.6, 1.2))
+        free_bytes = np.full(ranks, least * math.ceil(count / ranks) * rng.uniform(0.6, 1.6))
         rooms = RankRooms(np.array([rng.choice((0.0, 0.3)) for _ in range(ranks)]), free_bytes, in_flight)
         optimum_s = shortest_s(count, variants, rooms)
         packed, _ = packing(count, variants)
         without_memory_s, found_s = packed.least_s(rooms, 0.0), packed.least_s(rooms, math.inf)
         assert without_memory_s * (1 - 1e-4) <= found_s <= optimum_s * (1 + 1e-9)
         raised += found_s > without_memory_s * 1.01
-        close += math.isinf(optimum_s) or found_s > 0.9 * optimum_s
-    assert raised > 20 and close > 30, (raised, close)
+        close += found_s > 0.9 * optimum_s
+    assert raised > 20 and close > 15, (raised, close)
 
 
 def test_blocks_that_are_all_alike_are_packed_as_well_as_can_be() -> None:
