@@ -163,12 +163,12 @@ def _by_pipeline(
 
 
 def _by_itself(context: SearchContext, decision_graph: DecisionGraph, branch: Branch) -> Branch:
-    """A pipeline with the costs of its own configuration."""
+    """A pipeline with the costs of its own configuration, with which nothing is solved yet."""
     config = branch.candidate.config
     assert branch.pipeline is not None
     bounds = _own_bounds(context, decision_graph, config)
     branch = _raised_to(branch, max(bounds.free_s, bounds.packed_s(branch.pipeline)), "work")
-    return replace(branch, formulated=bounds.costs.space, bounds=bounds)
+    return replace(branch, formulated=bounds.costs.space, bounds=bounds, met=bounds.choices, likely_s=0.0)
 
 
 def _raised_to(branch: Branch, bound_s: float, proof: str) -> Branch:

@@ -25,7 +25,7 @@ from planner.ir.layout import PIPELINE, Axis
 from planner.solve.choices.tree import Tree
 from planner.solve.choices.under_many import ENTRIES, LeastOfEach, assignments_below, least_of_each, least_with_choices
 from planner.solve.pipeline.master import Master, MasterSolution, Paths, Prices, Variant
-from planner.solve.pipeline.packing import BlockVariant, Packing, RankRooms
+from planner.solve.pipeline.packing import BlockVariant, Packing, RankCapacities
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import Floats, Ints
 
@@ -322,12 +322,12 @@ class PipelineBounds:
         taken_s = np.array(waits) * block_s * part
         taken_s[placed[0]] += times * first_s
         taken_s[placed[-1]] += times * last_s
-        rooms = RankRooms(taken_s, *self._rooms(pipeline, part))
+        capacities = RankCapacities(taken_s, *self._capacities(pipeline, part))
         once_s = max(0.0, once_s)
         wanted_s = 0.0 if enough_s is None or self.limit_bytes is None else enough_s - once_s
-        return min(once_s + self._packing(part != 1.0).least_s(rooms, wanted_s), self._below_s)
+        return min(once_s + self._packing(part != 1.0).least_s(capacities, wanted_s), self._below_s)
 
-    def _rooms(self, pipeline: Pipeline, part: float) -> tuple[Floats, Floats]:
+    def _capacities(self, pipeline: Pipeline, part: float) -> tuple[Floats, Floats]:
         """Bytes that every rank has for what it holds, and how many of the space's micro-batches are in flight then."""
         free_bytes, in_flight = np.full(pipeline.ranks, UNLIMITED), np.zeros(pipeline.ranks)
         if self.limit_bytes is None:

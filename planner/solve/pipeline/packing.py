@@ -1,10 +1,11 @@
-"""How long a step takes at least whose blocks are packed on ranks, each with room for so many in time and memory.
+"""How long a step takes at least whose blocks are packed on ranks, each of which takes so many in time and memory.
 
 A rank that has ``n`` of equal blocks works ``n`` times what one takes, and holds ``n`` times what one holds. Under a
-price of a byte a block costs no less than its cheapest variant does, so a rank has no room for more of them than its
-seconds and its priced bytes pay for, rounded down. A step is too short that leaves the ranks together too little room.
-Whatever the prices are, that is a bound; those that leave the least room are sought between variants that are known, as
-Kelley (1960) does for one price, and what a block costs there is asked for.
+price of a byte a block costs no less than its cheapest variant does, so a rank takes no more of them than its seconds
+and its priced bytes pay for, rounded down. A step is too short in which all ranks together take too few. Whatever the
+prices are, that is a bound; those at which ranks take the fewest are sought between variants that are known, as Kelley
+(1960) does for one price, and what a block costs there is asked for. :mod:`planner.formulation.pipeline_pace` packs
+blocks by their work alone, before anything is known of a mesh.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class BlockVariant(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class RankRooms:
+class RankCapacities:
     """What there is for blocks on every rank.
 
     Attributes:
@@ -74,23 +75,23 @@ class Packing:
         self._known = [(0.0, 0.0, free_s)]
         self._variants = [*variants]
 
-    def least_s(self, rooms: RankRooms, enough_s: float) -> float:
+    def least_s(self, capacities: RankCapacities, enough_s: float) -> float:
         """A lower bound of the step, raised only until it reaches ``enough_s``; where nothing fits it is a long one."""
-        least_s = self._shortest_s(rooms, partial(self._most, rooms))
+        least_s = self._shortest_s(capacities, partial(self._most, capacities))
         for _ in range(ROUNDS):
             if least_s >= enough_s:
                 break
-            prices, costs = self._between_variants(rooms)
-            met_s = self._shortest_s(rooms, partial(_room_of_variants, rooms, prices, costs))
+            prices, costs = self._between_variants(capacities)
+            met_s = self._shortest_s(capacities, partial(_blocks_of_variants, capacities, prices, costs))
             aim_s = min(enough_s, met_s)
             if least_s >= aim_s * (1 - CLOSE):
                 break
-            room, at = _least_room(rooms, prices, costs, aim_s)
-            more = np.where(at > 0.0, self._most(rooms, aim_s) - room, 0.0)
+            fewest, at = _fewest_blocks(capacities, prices, costs, aim_s)
+            more = np.where(at > 0.0, self._most(capacities, aim_s) - fewest, 0.0)
             rank = int(more.argmax())
-            if more[rank] <= 0.0 or not self._ask(at[rank], at[rank] * rooms.in_flight[rank]):
+            if more[rank] <= 0.0 or not self._ask(at[rank], at[rank] * capacities.in_flight[rank]):
                 break
-            least_s = self._shortest_s(rooms, partial(self._most, rooms))
+            least_s = self._shortest_s(capacities, partial(self._most, capacities))
         return least_s
 
     def _ask(self, held: float, saved: float) -> bool:
@@ -102,25 +103,25 @@ class Packing:
         self._variants.append(variant)
         return True
 
-    def _most(self, rooms: RankRooms, step_s: float) -> Floats:
-        """Blocks at most that each rank has room for, by the prices that were asked for.
+    def _most(self, capacities: RankCapacities, step_s: float) -> Floats:
+        """Blocks that each rank takes at most, by the prices that were asked for.
 
         A byte in flight that costs more than as many of them as are in flight of a held one raises the price of that.
         """
         held, saved, costs = np.array(self._known).T
-        in_flight = np.maximum(rooms.in_flight, 1e-300)[:, None]
+        in_flight = np.maximum(capacities.in_flight, 1e-300)[:, None]
         prices = np.maximum(held, saved / in_flight)
-        found: Floats = _rooms_at(rooms, step_s, prices, costs).min(axis=1)
+        found: Floats = _blocks_at(capacities, step_s, prices, costs).min(axis=1)
         return found
 
-    def _between_variants(self, rooms: RankRooms) -> tuple[Floats, Floats]:
+    def _between_variants(self, capacities: RankCapacities) -> tuple[Floats, Floats]:
         """Prices of a byte for each rank at which two of the known variants cost as much, with the least that they do;
-        one of them may leave it less room than any other.
+        at one of them it may take fewer blocks than at any other.
         """
         work_s, held, saved = np.array(self._variants).T
-        sizes = held + rooms.in_flight[:, None] * saved
+        sizes = held + capacities.in_flight[:, None] * saved
         one, other = np.triu_indices(len(work_s), 1)
-        dearest = DEAREST * self._count * self._free_s / max(1.0, float(rooms.free_bytes.min()))
+        dearest = DEAREST * self._count * self._free_s / max(1.0, float(capacities.free_bytes.min()))
         with np.errstate(divide="ignore", invalid="ignore"):
             prices = (work_s[other] - work_s[one]) / (sizes[:, one] - sizes[:, other])
         prices = np.where((prices > 0.0) & (prices < dearest), prices, 0.0)
@@ -128,37 +129,36 @@ class Packing:
         prices = np.concatenate([prices, ends], axis=1)
         return prices, (work_s + prices[:, :, None] * sizes[:, None]).min(axis=2)
 
-    def _shortest_s(self, rooms: RankRooms, room: Callable[[float], Floats]) -> float:
-        """The shortest step for which there is room for all blocks; the longest that is looked at where there is for
-        none.
-        """
-        low, high = 0.0, float(rooms.taken_s.max()) + LONGEST * self._count * self._free_s
-        if not self._have_room(room(high)):
+    def _shortest_s(self, capacities: RankCapacities, most: Callable[[float], Floats]) -> float:
+        """The shortest step in which ranks take all blocks; the longest that is looked at where they do in none."""
+        low, high = 0.0, float(capacities.taken_s.max()) + LONGEST * self._count * self._free_s
+        if not self._hold_all(most(high)):
             return high
         while high - low > EXACT * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if self._have_room(room(middle)) else (middle, high)
+            low, high = (low, middle) if self._hold_all(most(middle)) else (middle, high)
         return low
 
-    def _have_room(self, rooms: Floats) -> bool:
-        return float(np.floor(rooms + 1e-9).sum()) >= self._count
+    def _hold_all(self, blocks: Floats) -> bool:
+        return float(np.floor(blocks + 1e-9).sum()) >= self._count
 
 
-def _rooms_at(rooms: RankRooms, step_s: float, prices: Floats, costs: Floats) -> Floats:
-    """Blocks for which each rank has room, ``(ranks, prices)``."""
-    left_s = np.maximum(0.0, step_s - rooms.taken_s)[:, None]
-    found: Floats = np.maximum(0.0, left_s + prices * rooms.free_bytes[:, None]) / costs
+def _blocks_at(capacities: RankCapacities, step_s: float, prices: Floats, costs: Floats) -> Floats:
+    """Blocks that each rank takes at most, ``(ranks, prices)``."""
+    left_s = np.maximum(0.0, step_s - capacities.taken_s)[:, None]
+    with np.errstate(over="ignore"):  # of nothing in flight
+        found: Floats = np.maximum(0.0, left_s + prices * capacities.free_bytes[:, None]) / costs
     return found
 
 
-def _room_of_variants(rooms: RankRooms, prices: Floats, costs: Floats, step_s: float) -> Floats:
-    """Blocks for which each rank has room at most, at the best of some prices."""
-    return _least_room(rooms, prices, costs, step_s)[0]
+def _blocks_of_variants(capacities: RankCapacities, prices: Floats, costs: Floats, step_s: float) -> Floats:
+    """Blocks that each rank takes at most, at the price that says most."""
+    return _fewest_blocks(capacities, prices, costs, step_s)[0]
 
 
-def _least_room(rooms: RankRooms, prices: Floats, costs: Floats, step_s: float) -> tuple[Floats, Floats]:
-    """Blocks for which each rank has room at the price that leaves it the least, and that price."""
-    found = _rooms_at(rooms, step_s, prices, costs)
+def _fewest_blocks(capacities: RankCapacities, prices: Floats, costs: Floats, step_s: float) -> tuple[Floats, Floats]:
+    """Blocks that each rank takes at the price at which they are fewest, and that price."""
+    found = _blocks_at(capacities, step_s, prices, costs)
     at = found.argmin(axis=1)
     every = np.arange(len(at))
     return found[every, at], prices[every, at]
