@@ -83,20 +83,18 @@ class StageCosts:
         return sum(len(self.folded.kinds[kind]) for kind, each in self._places.items() if each == place)
 
     @cached_property
-    def leading(self) -> int | None:
+    def unpreceded(self) -> int | None:
         """How many blocks of the body follow none of it: only these may cost less than its average, since nothing is
-        resharded from the one before. ``None`` where other blocks may, too.
+        resharded from the one before. ``None`` where others may, too.
         """
         body = [instance.kind == self.body for instance in self.folded.instances]
         found = sum(own and not before for own, before in zip(body, [False, *body], strict=False))
-        members = ((variable, len(names)) for variable, names in self.space.members.items())
-        times = {count for variable, count in members if self._place_of(variable, variable) == BODY}
-        flows = self.space.decision_graph.flows.items()
-        between = {count for (tail, head, _, _), count in flows if self._place_of(tail, head) == BODY}
-        is_usual = all(n % self.count == 0 for n in times) and all(
-            n % self.count == 0 or n % (self.count - found) == 0 for n in between if found < self.count
-        )
-        return found if is_usual and found < self.count else None
+        members, flows = self.space.members.items(), self.space.decision_graph.flows.items()
+        within = {len(names) for variable, names in members if self._place_of(variable, variable) == BODY}
+        resharded = {count for (tail, head, _, _), count in flows if self._place_of(tail, head) == BODY}
+        is_alike = all(count % self.count == 0 for count in within)
+        is_alike &= found < self.count and all(0 in (n % self.count, n % (self.count - found)) for n in resharded)
+        return found if is_alike else None
 
     def is_anything(self, place: str) -> bool:
         """Whether there are decisions, or pairs of them, with the prices of a place."""

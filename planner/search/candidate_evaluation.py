@@ -72,16 +72,18 @@ def evaluate_candidate(
     if branch.likely_s and branch.formulated is not None:
         return [(_proved if branch.is_sought else _cut_closely)(context, branch, best)]
     closer = _bounded_by_packing(context, branch, best)
-    if closer is not branch:
+    if _is_much_closer(closer, branch):
         return [closer]
-    if branch.likely_s or not _is_similar(branch):
-        fewer = _fewer(context, branch)
+    if closer.likely_s or not _is_similar(closer):
+        fewer = _fewer(context, closer)
         if fewer is not None:
             _own_bounds(context, decision_graph, fewer)
-            return [raised(context, branch)]
-        branch = _by_itself(context, decision_graph, branch)
+            return [raised(context, closer)]
+        branch = _by_itself(context, decision_graph, closer)
         closer = _bounded_by_packing(context, branch, best)
-    return [_estimated(context, branch, best) if closer is branch else closer]
+        if _is_much_closer(closer, branch):
+            return [closer]
+    return [_estimated(context, closer, best)]
 
 
 def raised(context: SearchContext, branch: Branch) -> Branch:
@@ -179,15 +181,19 @@ def _raised_to(branch: Branch, bound_s: float, proof: str) -> Branch:
 
 
 def _bounded_by_packing(context: SearchContext, branch: Branch, best: Incumbent | None) -> Branch:
-    """A pipeline bounded by whole blocks within time and memory; itself, where that says little more than was known."""
+    """A pipeline bounded by whole blocks within time and memory."""
     assert branch.pipeline is not None and branch.bounds is not None
     before, enough_s = time.monotonic(), cutoff_s(context, best)
     bound_s = branch.bounds.packed_s(branch.pipeline, enough_s)
     context.took("solve", before)
-    if bound_s <= branch.candidate.bound_s * (1 + RAISED) and bound_s < enough_s:
-        return branch
     closer = _raised_to(branch, bound_s, "packing")
     return replace(closer, likely_s=bound_s) if bound_s >= enough_s else closer
+
+
+def _is_much_closer(closer: Branch, branch: Branch) -> bool:
+    """Whether a bound was raised so that others may be more promising, or to what is enough."""
+    is_raised = closer.candidate.bound_s > branch.candidate.bound_s * (1 + RAISED)
+    return is_raised or closer.likely_s != branch.likely_s
 
 
 def _is_similar(branch: Branch) -> bool:

@@ -141,8 +141,7 @@ class PipelineBounds:
 
     def _at_even_pace(self) -> LeastOfEach:
         ranks, micro_batches = self.costs.space.stages, self.costs.space.mesh.micro_batches
-        even, nothing = np.full(1, micro_batches / ranks), np.zeros(1)
-        work = Prices(even, even, nothing, nothing, nothing, 0.0, 0.0)
+        work = _prices(np.full(1, micro_batches / ranks))
         return self._least_of([(0, 0)], work, work, 1.0 / ranks)[1]
 
     def _narrow(self, least_s: list[Floats], enough_s: float) -> None:
@@ -300,8 +299,8 @@ class PipelineBounds:
         return self._under(prices, 0.0, 1.0 - waiting).bound_s
 
     def packed_s(self, pipeline: Pipeline, enough_s: float | None = None) -> float:
-        """Seconds at least of blocks that are each whole on some rank, within time and memory, with what the first and
-        the last rank have too; raised no further once it reaches ``enough_s``, by nothing that is not known without.
+        """Seconds at least of blocks that are each whole on some rank, with what the first and the last rank have too:
+        memory aside, or with it, raised no further once they reach ``enough_s``.
 
         A rank that waits for ``w`` blocks, the first of the stages before it, and has ``n`` of the body takes
         ``n m + w`` times what a block takes, and ``m`` times what else it has.
@@ -313,8 +312,8 @@ class PipelineBounds:
         if self.costs.kept is None:
             return self._below_s
         part, ranks = self._part(pipeline.micro_batches), pipeline.ranks
-        block_s, first_s, last_s, once_s = self._least_parts if ranks > 1 else (0.0, 0.0, 0.0, 0.0)
-        if (ranks > 1 and not 0.0 < block_s < math.inf) or self.free_s <= 0.0 or not self._packed_count:
+        block_s, first_s, last_s, once_s = self._least_parts if ranks > 1 else (self.free_s, 0.0, 0.0, 0.0)
+        if not 0.0 < block_s < math.inf or (ranks > 1 and self.costs.unpreceded is None):
             return 0.0
         costs, times, placed = self.costs, self.costs.space.mesh.micro_batches, pipeline.placed
         body = [instance.kind == costs.body for instance in costs.folded.instances[: ranks - 1]]
@@ -322,85 +321,71 @@ class PipelineBounds:
         taken_s = np.array(waits) * block_s * part
         taken_s[placed[0]] += times * first_s
         taken_s[placed[-1]] += times * last_s
-        capacities = RankCapacities(taken_s, *self._capacities(pipeline, part))
-        once_s = max(0.0, once_s)
-        wanted_s = 0.0 if enough_s is None or self.limit_bytes is None else enough_s - once_s
+        wanted_s = 0.0 if enough_s is None else enough_s - once_s
+        limit_bytes = None if enough_s is None else self.limit_bytes
+        capacities = RankCapacities(taken_s, *self._capacities(pipeline, part, limit_bytes))
         return min(once_s + self._packing(part != 1.0).least_s(capacities, wanted_s), self._below_s)
 
-    def _capacities(self, pipeline: Pipeline, part: float) -> tuple[Floats, Floats]:
+    def _capacities(self, pipeline: Pipeline, part: float, limit_bytes: int | None) -> tuple[Floats, Floats]:
         """Bytes that every rank has for what it holds, and how many of the space's micro-batches are in flight then."""
         free_bytes, in_flight = np.full(pipeline.ranks, UNLIMITED), np.zeros(pipeline.ranks)
-        if self.limit_bytes is None:
+        if limit_bytes is None:
             return free_bytes, in_flight
         working = (*self.costs.working_bytes(pipeline.stages, part), 0.0)
         for rank, (_, moments) in enumerate(pipeline.certain_moments):
             if moments:
                 count, taken = max((min(each.counts), working[each.backward]) for each in moments)
-                free_bytes[rank], in_flight[rank] = self.limit_bytes - taken, part * count
+                free_bytes[rank], in_flight[rank] = limit_bytes - taken, part * count
         return free_bytes, in_flight
 
     def _packing(self, of_multiple: bool) -> Packing:
-        """That of the body's blocks, or of a whole model that one stage has."""
+        """That of the body's blocks, but for those that may cost less; one stage has the whole model as one block."""
         if of_multiple not in self._packings:
-            ranks = self.costs.space.stages
-            free_s = self.free_s if ranks == 1 else self._step_of_block_s
-            self._packings[of_multiple] = Packing(
-                self._packed_count, free_s, partial(self._cost_s, of_multiple), self._block_variants(self._free)
-            )
+            space, count, block_s = self.costs.space, 1, self.free_s
+            if space.stages > 1:
+                count = self.costs.count - (self.costs.unpreceded or 0)
+                block_s = space.mesh.micro_batches * self._least_parts[0]
+            known = self._block_variants(self._free)
+            self._packings[of_multiple] = Packing(count, block_s, partial(self._block_cost_s, of_multiple), known)
         return self._packings[of_multiple]
 
-    @property
-    def _packed_count(self) -> int:
-        """How many blocks are packed, each of which costs no less than the average: of one stage, all as one."""
-        if self.costs.space.stages == 1:
-            return 1
-        return 0 if self.costs.leading is None else self.costs.count - self.costs.leading
-
-    @property
-    def _step_of_block_s(self) -> float:
-        return self.costs.space.mesh.micro_batches * self._least_parts[0]
-
-    def _cost_s(self, of_multiple: bool, held: float, saved: float) -> tuple[float, BlockVariant]:
+    def _block_cost_s(self, of_multiple: bool, held: float, saved: float) -> tuple[float, BlockVariant]:
         """What is packed costs at least, at these prices of bytes, at any level; and what does."""
-        ranks, times = self.costs.space.stages, self.costs.space.mesh.micro_batches
-        one, nothing = np.ones(1), np.zeros(1)
-        prices = Prices(one * times, one * times, one * held, one * saved, nothing, 0.0, 0.0)
-        none = Prices(nothing, nothing, nothing, nothing, nothing, 0.0, 0.0)
-        others, once = (prices, 1.0) if ranks == 1 else (none, 0.0)
+        space, count = self.costs.space, self.costs.count
+        prices = _prices(np.full(1, float(space.mesh.micro_batches)), held, saved)
+        others, once = _prices(np.zeros(1)), 0.0
+        if space.stages == 1:
+            others, once, count = prices, 1.0, 1
         every = []
         for level in range(len(self.costs.levels)):
             tables = self.costs.under([(0, level)], prices, others, once, once * self._behind, of_multiple=of_multiple)
             least = self._eliminated(*tables)
             every.append((float(least.bounds[0]), level, least))
         cost_s, level, least = min(every, key=lambda each: each[:2])
-        count = 1 if ranks == 1 else self.costs.count
         return cost_s / count, self._block_variants(self._choices_of(least.assignment(0)))[level]
 
     def _block_variants(self, choices: tuple[int, ...]) -> list[BlockVariant]:
         """What is packed with some choices, at every level."""
-        ranks, times = self.costs.space.stages, self.costs.space.mesh.micro_batches
-        variants = self.costs.variants(choices, ranks)
-        besides = [(self.costs.blocks(place), variants[place][0]) for place in self.places[1:]] if ranks == 1 else []
+        costs, times = self.costs, self.costs.space.mesh.micro_batches
+        variants = costs.variants(choices, costs.space.stages)
+        if costs.space.stages > 1:
+            each_s = [(each, times * (each.forward_s + each.backward_s)) for each in variants[BODY]]
+            return [BlockVariant(work_s, each.held_bytes, each.saved_bytes) for each, work_s in each_s]
         found = []
-        for variant in variants[BODY]:
-            every = [(self.costs.count if ranks == 1 else 1, variant), *((max(1, n), each) for n, each in besides)]
-            once = 1.0 if ranks == 1 else 0.0
-            work_s = sum(n * (times * (each.forward_s + each.backward_s) + once * each.once_s) for n, each in every)
-            held, saved = (sum(n * getattr(each, name) for n, each in every) for name in ("held_bytes", "saved_bytes"))
+        for level in range(len(costs.levels)):
+            here = [(max(1, costs.blocks(at)), variants[at][level if at == BODY else 0]) for at in self.places]
+            work_s = sum(n * (times * (each.forward_s + each.backward_s) + each.once_s) for n, each in here)
+            held, saved = (sum(n * getattr(each, name) for n, each in here) for name in ("held_bytes", "saved_bytes"))
             found.append(BlockVariant(work_s, held, saved))
         return found
 
     @cached_property
     def _least_parts(self) -> tuple[float, float, float, float]:
         """Seconds at least of a block, of what else the first and the last rank have, and once a step."""
-        nothing, one = np.zeros(2), np.ones(2)
-        none = Prices(nothing, nothing, nothing, nothing, nothing, 0.0, 0.0)
-        first, last = (Prices(each, each, nothing, nothing, nothing, 0.0, 0.0) for each in np.eye(2))
-        block_s = self._least(Prices(one, one, nothing, nothing, nothing, 0.0, 0.0), none, 0.0) / self.costs.count
-        return (
-            block_s, self._least(none, first, 0.0), self._least(none, last, 0.0),
-            self._least(none, none, 1.0 / self.costs.space.stages),
-        )  # fmt: skip
+        none, (first, last) = _prices(np.zeros(2)), map(_prices, np.eye(2))
+        once_s = self._least(none, none, 1.0 / self.costs.space.stages)
+        block_s = self._least(_prices(np.ones(2)), none, 0.0) / self.costs.count
+        return block_s, self._least(none, first, 0.0), self._least(none, last, 0.0), max(0.0, once_s)
 
     def _least(self, body: Prices, others: Prices, once: float) -> float:
         """What everything costs at least, nothing recomputed and nothing behind work."""
@@ -546,6 +531,12 @@ class _Entries:
                 ratios = np.where(mixtures > 0.0, self._rows[left][:, None] / mixtures, math.inf)
             part = np.minimum(ratios.min(axis=2), 1.0)
             self._lower[left] = np.maximum(self._lower[left], (part * mixed_s + (1 - part) * self._least_s).max(axis=1))
+
+
+def _prices(seconds: Floats, held: float = 0.0, saved: float = 0.0) -> Prices:
+    """Those of a second, forward and backward alike, by stage, and of a byte."""
+    one, nothing = np.ones(len(seconds)), np.zeros(len(seconds))
+    return Prices(seconds, seconds, held * one, saved * one, nothing, 0.0, 0.0)
 
 
 def _alike_stages(prices: Prices) -> list[Ints]:
