@@ -292,7 +292,8 @@ def seeds(
     configs: tuple[ParallelConfig, ...], cluster: ClusterSpec, graph: Graph
 ) -> tuple[list[ParallelConfig], set[ParallelConfig]]:
     """Shapes to evaluate first, in order, two for each number of stages and two of a step without micro-batches; and of
-    the former others, whose micro-batches are larger, which are also given by themselves.
+    the former others, whose micro-batches are larger, which are also given by themselves. Those whose stages are each
+    within a node lead: to evaluate them takes a tenth of the time.
 
     The last axis is a node or half of one, or what there is of it. Micro-batches have one sample on each rank of the
     others, as where the last axis shares weights; the others' one on each of all ranks, as where every axis shares the
@@ -317,7 +318,7 @@ def seeds(
             far = abs(math.log2(config.stages / max(1.0, needed / inner)) - 0.5)
             if far > FAR:
                 continue
-            key = _Seed(part, is_larger, far, config.stages, config.micro_batched)
+            key = _Seed(ranks > cluster.spans[0], part, is_larger, far, config.stages, config.micro_batched)
             if key not in found or off < found[key][0]:
                 found[key] = off, config
     usual = {config for key, (_, config) in found.items() if not key.is_larger}
@@ -326,8 +327,11 @@ def seeds(
 
 
 class _Seed(NamedTuple):
-    """What tells the shapes to evaluate first apart, in their order: ``far`` are doublings from enough stages."""
+    """What tells the shapes to evaluate first apart, in their order: whether stages are across nodes, and ``far``,
+    doublings from enough stages.
+    """
 
+    is_across: bool
     part: int
     is_larger: bool
     far: float

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
 
 import numpy as np
 
@@ -312,13 +311,15 @@ class PipelineBounds:
         if self.costs.kept is None:
             return self._below_s
         part, ranks = self._part(pipeline.micro_batches), pipeline.ranks
-        block_s, first_s, last_s, once_s = self._least_parts if ranks > 1 else (self.free_s, 0.0, 0.0, 0.0)
+        block_s, leading_s, first_s, last_s, once_s = self._least_parts if ranks > 1 else (self.free_s, *[0.0] * 4)
         if not 0.0 < block_s < math.inf or (ranks > 1 and self.costs.unpreceded is None):
             return 0.0
         costs, times, placed = self.costs, self.costs.space.mesh.micro_batches, pipeline.placed
-        body = [instance.kind == costs.body for instance in costs.folded.instances[: ranks - 1]]
-        waits = [0, *accumulate(body)] if self.waits and ranks <= pipeline.micro_batches else [0] * ranks
-        taken_s = np.array(waits) * block_s * part
+        taken_s, is_body = np.zeros(ranks), [each.kind == costs.body for each in costs.folded.instances[: ranks - 1]]
+        if self.waits and ranks <= pipeline.micro_batches:
+            before = zip(is_body, [False, *is_body], strict=False)
+            waits_s = [is_here * (block_s if is_after else leading_s) for is_here, is_after in before]
+            taken_s[1:] = part * np.cumsum(waits_s)
         taken_s[placed[0]] += times * first_s
         taken_s[placed[-1]] += times * last_s
         wanted_s = 0.0 if enough_s is None else enough_s - once_s
@@ -339,14 +340,15 @@ class PipelineBounds:
         return free_bytes, in_flight
 
     def _packing(self, of_multiple: bool) -> Packing:
-        """That of the body's blocks, but for those that may cost less; one stage has the whole model as one block."""
+        """That of the body's blocks, but for all but one that may cost less; one stage has the whole model as one."""
         if of_multiple not in self._packings:
             space, count, block_s = self.costs.space, 1, self.free_s
+            leading_s: float | None = None
             if space.stages > 1:
-                count = self.costs.count - (self.costs.unpreceded or 0)
-                block_s = space.mesh.micro_batches * self._least_parts[0]
-            known = self._block_variants(self._free)
-            self._packings[of_multiple] = Packing(count, block_s, partial(self._block_cost_s, of_multiple), known)
+                count = self.costs.count + 1 - (self.costs.unpreceded or 0)
+                block_s, leading_s = (space.mesh.micro_batches * each for each in self._least_parts[:2])
+            known, cost_s = self._block_variants(self._free), partial(self._block_cost_s, of_multiple)
+            self._packings[of_multiple] = Packing(count, block_s, cost_s, known, leading_s)
         return self._packings[of_multiple]
 
     def _block_cost_s(self, of_multiple: bool, held: float, saved: float) -> tuple[float, BlockVariant]:
@@ -380,17 +382,22 @@ class PipelineBounds:
         return found
 
     @cached_property
-    def _least_parts(self) -> tuple[float, float, float, float]:
-        """Seconds at least of a block, of what else the first and the last rank have, and once a step."""
-        none, (first, last) = _prices(np.zeros(2)), map(_prices, np.eye(2))
-        once_s = self._least(none, none, 1.0 / self.costs.space.stages)
-        block_s = self._least(_prices(np.ones(2)), none, 0.0) / self.costs.count
-        return block_s, self._least(none, first, 0.0), self._least(none, last, 0.0), max(0.0, once_s)
+    def _least_parts(self) -> tuple[float, float, float, float, float]:
+        """Seconds at least of a block, of one before which nothing lies, of what else the first and the last rank have,
+        and once a step.
+        """
+        none, every, (first, last) = _prices(np.zeros(2)), _prices(np.ones(2)), map(_prices, np.eye(2))
+        (block_s, leading_s), (first_s, _), (last_s, _), (once_s, _) = (
+            self._least(every, none), self._least(none, first), self._least(none, last),
+            self._least(none, none, 1.0 / self.costs.space.stages),
+        )  # fmt: skip
+        return block_s / self.costs.count, leading_s / self.costs.count, first_s, last_s, max(0.0, once_s)
 
-    def _least(self, body: Prices, others: Prices, once: float) -> float:
-        """What everything costs at least, nothing recomputed and nothing behind work."""
-        least = self._eliminated(*self.costs.under([(0, 0)], body, others, once, 0.0))
-        return float(least.bounds[0])
+    def _least(self, body: Prices, others: Prices, once: float = 0.0) -> tuple[float, float]:
+        """What everything costs at least, nothing recomputed and nothing behind work; and without any resharding."""
+        singles, pairs = self.costs.under([(0, 0)], body, others, once, 0.0)
+        pairs = {ends: table for ends, table in pairs.items() if np.where(np.isinf(table), 0.0, table).any()}
+        return float(least_of_each(singles, pairs).bounds[0]), math.fsum(float(each.min()) for each in singles)
 
     def _under(
         self, prices: Prices, send_s: float, once: float, enough_s: float = math.inf, promising_s: float = -math.inf

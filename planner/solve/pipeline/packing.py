@@ -3,16 +3,16 @@
 A rank that has ``n`` of equal blocks works ``n`` times what one takes, and holds ``n`` times what one holds. Under a
 price of a byte a block costs no less than its cheapest variant does, so a rank takes no more of them than its seconds
 and its priced bytes pay for, rounded down. A step is too short in which all ranks together take too few. Whatever the
-prices are, that is a bound; those at which ranks take the fewest are sought between variants that are known, as Kelley
-(1960) does for one price, and what a block costs there is asked for. :mod:`planner.formulation.pipeline_pace` packs
-blocks by their work alone, before anything is known of a mesh.
+prices are, that is a bound. The first block, before which nothing lies, may cost less, whichever rank has it. Prices at
+which ranks take the fewest are sought between variants that are known, as Kelley (1960) does for one price, and what a
+block costs there is asked for. :mod:`planner.formulation.pipeline_pace` packs blocks by their work alone, before
+anything is known of a mesh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +62,7 @@ class Packing:
         free_s: seconds of a step that a block takes at least.
         cost_s: what one costs at least where held and saved bytes cost so many seconds each, and a variant that does.
         variants: some that are known.
+        leading_s: seconds of a step that the first one takes at least, whose bytes do not count, if it is another.
     """
 
     def __init__(
@@ -70,28 +71,31 @@ class Packing:
         free_s: float,
         cost_s: Callable[[float, float], tuple[float, BlockVariant]],
         variants: Sequence[BlockVariant],
+        leading_s: float | None = None,
     ):
-        self._count, self._free_s, self._cost_s = count, free_s, cost_s
+        self._count, self._free_s, self._cost_s, self._leading_s = count, free_s, cost_s, leading_s
         self._known = [(0.0, 0.0, free_s)]
         self._variants = [*variants]
 
     def least_s(self, capacities: RankCapacities, enough_s: float) -> float:
         """A lower bound of the step, raised only until it reaches ``enough_s``; where nothing fits it is a long one."""
-        least_s = self._shortest_s(capacities, partial(self._most, capacities))
+        least_s = self._shortest_s(capacities, *self._at_known_prices(capacities))
         for _ in range(ROUNDS):
             if least_s >= enough_s:
                 break
             prices, costs = self._between_variants(capacities)
-            met_s = self._shortest_s(capacities, partial(_blocks_of_variants, capacities, prices, costs))
-            aim_s = min(enough_s, met_s)
+            aim_s = min(enough_s, self._shortest_s(capacities, prices, costs))
             if least_s >= aim_s * (1 - CLOSE):
                 break
-            fewest, at = _fewest_blocks(capacities, prices, costs, aim_s)
-            more = np.where(at > 0.0, self._most(capacities, aim_s) - fewest, 0.0)
+            blocks = _blocks_at(capacities, aim_s, prices, costs)
+            ranks, fewest = np.arange(len(blocks)), blocks.argmin(axis=1)
+            at = prices[ranks, fewest]
+            known = _blocks_at(capacities, aim_s, *self._at_known_prices(capacities)).min(axis=1)
+            more = np.where(at > 0.0, known - blocks[ranks, fewest], 0.0)
             rank = int(more.argmax())
             if more[rank] <= 0.0 or not self._ask(at[rank], at[rank] * capacities.in_flight[rank]):
                 break
-            least_s = self._shortest_s(capacities, partial(self._most, capacities))
+            least_s = self._shortest_s(capacities, *self._at_known_prices(capacities))
         return least_s
 
     def _ask(self, held: float, saved: float) -> bool:
@@ -103,16 +107,14 @@ class Packing:
         self._variants.append(variant)
         return True
 
-    def _most(self, capacities: RankCapacities, step_s: float) -> Floats:
-        """Blocks that each rank takes at most, by the prices that were asked for.
+    def _at_known_prices(self, capacities: RankCapacities) -> tuple[Floats, Floats]:
+        """Prices of a byte for each rank that were asked for, and what a block costs there.
 
         A byte in flight that costs more than as many of them as are in flight of a held one raises the price of that.
         """
         held, saved, costs = np.array(self._known).T
         in_flight = np.maximum(capacities.in_flight, 1e-300)[:, None]
-        prices = np.maximum(held, saved / in_flight)
-        found: Floats = _blocks_at(capacities, step_s, prices, costs).min(axis=1)
-        return found
+        return np.maximum(held, saved / in_flight), np.tile(costs, (len(in_flight), 1))
 
     def _between_variants(self, capacities: RankCapacities) -> tuple[Floats, Floats]:
         """Prices of a byte for each rank at which two of the known variants cost as much, with the least that they do;
@@ -129,36 +131,32 @@ class Packing:
         prices = np.concatenate([prices, ends], axis=1)
         return prices, (work_s + prices[:, :, None] * sizes[:, None]).min(axis=2)
 
-    def _shortest_s(self, capacities: RankCapacities, most: Callable[[float], Floats]) -> float:
-        """The shortest step in which ranks take all blocks; the longest that is looked at where they do in none."""
+    def _shortest_s(self, capacities: RankCapacities, prices: Floats, costs: Floats) -> float:
+        """The shortest step in which ranks take all blocks; the longest that is looked at where they do in none.
+
+        Args:
+            prices: of a byte, ``(ranks, prices)``.
+            costs: of a block at these.
+        """
         low, high = 0.0, float(capacities.taken_s.max()) + LONGEST * self._count * self._free_s
-        if not self._hold_all(most(high)):
+        leading: Floats | float = 0.0 if self._leading_s is None else 1 - self._leading_s / costs
+
+        def hold_all(step_s: float) -> bool:
+            blocks = _blocks_at(capacities, step_s, prices, costs)
+            most, with_leading = (np.floor(each.min(axis=1) + 1e-9) for each in (blocks, blocks + leading))
+            return float(most.sum() + max(0.0, (with_leading - most).max())) >= self._count
+
+        if not hold_all(high):
             return high
         while high - low > EXACT * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if self._hold_all(most(middle)) else (middle, high)
+            low, high = (low, middle) if hold_all(middle) else (middle, high)
         return low
-
-    def _hold_all(self, blocks: Floats) -> bool:
-        return float(np.floor(blocks + 1e-9).sum()) >= self._count
 
 
 def _blocks_at(capacities: RankCapacities, step_s: float, prices: Floats, costs: Floats) -> Floats:
-    """Blocks that each rank takes at most, ``(ranks, prices)``."""
+    """Blocks that each rank takes at most of those that are not the first, ``(ranks, prices)``."""
     left_s = np.maximum(0.0, step_s - capacities.taken_s)[:, None]
     with np.errstate(over="ignore"):  # of nothing in flight
         found: Floats = np.maximum(0.0, left_s + prices * capacities.free_bytes[:, None]) / costs
     return found
-
-
-def _blocks_of_variants(capacities: RankCapacities, prices: Floats, costs: Floats, step_s: float) -> Floats:
-    """Blocks that each rank takes at most, at the price that says most."""
-    return _fewest_blocks(capacities, prices, costs, step_s)[0]
-
-
-def _fewest_blocks(capacities: RankCapacities, prices: Floats, costs: Floats, step_s: float) -> tuple[Floats, Floats]:
-    """Blocks that each rank takes at the price at which they are fewest, and that price."""
-    found = _blocks_at(capacities, step_s, prices, costs)
-    at = found.argmin(axis=1)
-    every = np.arange(len(at))
-    return found[every, at], prices[every, at]
