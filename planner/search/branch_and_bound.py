@@ -55,7 +55,7 @@ NEAR = 2.0
 :meth:`ParallelConfig.distance`.
 """
 BESIDE = 1.0
-"""Pipelines at most so many from it are evaluated before any."""
+"""Pipelines at most so many doublings from it are evaluated before any."""
 
 
 class ParallelConfigs(NamedTuple):
@@ -318,8 +318,8 @@ def _priority(
     likely_s: Mapping[ParallelConfig, float],
     best: Incumbent | None,
 ) -> tuple[float, ...]:
-    """The least is evaluated next: pipelines beside the best plan's that may be faster by more than :data:`LIKELY`,
-    ``first``, then configurations near the best plan's, then by what is expected.
+    """The least is evaluated next: pipelines beside the best plan's, and other schedules of what was solved, that may
+    be faster by more than :data:`LIKELY`; ``first``; configurations near the best plan's; then by what is expected.
 
     Of pipelines only the ``larger`` go on being first once a plan is known, if they may be faster, one schedule of
     each: others are expected to take as long.
@@ -334,9 +334,10 @@ def _priority(
     is_begun = branch.likely_s > 0.0 or (branch.pipeline is not None and config in likely_s)
     if is_begun and not branch.likely_s:
         expected_s = max(expected_s, likely_s[config])
-    is_beside = best is not None and branch.pipeline is not None and config.distance(best.config) <= BESIDE
-    if best is not None and is_beside and expected_s < best.evaluation.time_s * (1 - LIKELY):
-        return -2, expected_s
+    if best is not None and branch.pipeline is not None:
+        is_beside = config.distance(best.config) <= BESIDE or (is_begun and not branch.likely_s)
+        if is_beside and expected_s < best.evaluation.time_s * (1 - LIKELY):
+            return -2, expected_s
     is_larger = branch.pipeline is not None and config in larger and not is_begun
     if branch.pipeline is None or best is None or (is_larger and expected_s < best.evaluation.time_s):
         wanted = [replace(config, unsharding=PER_STEP) if best is None else config for config in configs]

@@ -23,7 +23,7 @@ from planner.solve.pipeline.simulate import Path, Times, several_critical
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import Floats
 
-ROUNDS = 12
+ROUNDS = 6
 """Simulations of a schedule at most, to find its paths."""
 FIRST, EACH = 40, 3
 """Paths that are drawn of the even shares, and of others."""
@@ -262,7 +262,10 @@ class Master:
                 (1.0, math.inf) if near is None else (near[stage] / (1 + BOX), max(1.0, near[stage]) * (1 + BOX))
             )
             row.SetBounds(max(1.0, low), high)
-        if self._program.Solve() != pywraplp.Solver.OPTIMAL:  # rounding on the way from the last basis: from the start
+        parameters = pywraplp.MPSolverParameters()
+        parameters.SetIntegerParam(parameters.PRESOLVE, parameters.PRESOLVE_OFF)  # with it, it would begin anew
+        parameters.SetIntegerParam(parameters.LP_ALGORITHM, parameters.DUAL)
+        if self._program.Solve(parameters) != pywraplp.Solver.OPTIMAL:  # rounding on the way from the last basis
             parameters = pywraplp.MPSolverParameters()
             parameters.SetIntegerParam(parameters.INCREMENTALITY, parameters.INCREMENTALITY_OFF)
             status = self._program.Solve(parameters)
