@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,13 @@ import pytest
 from planner.solve.pipeline.packing import BlockVariant, Packing, RankCapacities
 
 
-def shortest_s(count: int, variants: list[BlockVariant], capacities: RankCapacities) -> float:
-    """Seconds of the shortest step, of all ways to share blocks out and to run them."""
+def shortest_s(
+    count: int, variants: list[BlockVariant], capacities: RankCapacities, leading_s: float | None = None
+) -> float:
+    """Seconds of the shortest step, of all ways to share blocks out and to run them; the first one may take less."""
+    if leading_s is not None:
+        taken_s, each = capacities.taken_s, np.eye(len(capacities.taken_s)) * leading_s
+        return min(shortest_s(count - 1, variants, replace(capacities, taken_s=taken_s + more)) for more in each)
     ranks = range(len(capacities.taken_s))
     least = {(rank, 0): 0.0 for rank in ranks}
     for rank, own in itertools.product(ranks, range(1, count + 1)):
@@ -28,7 +34,9 @@ def shortest_s(count: int, variants: list[BlockVariant], capacities: RankCapacit
     return min(max(least[rank, own] for rank, own in enumerate(each)) for each in shares)
 
 
-def packing(count: int, variants: list[BlockVariant], known: int = 1) -> tuple[Packing, list[tuple[float, float]]]:
+def packing(
+    count: int, variants: list[BlockVariant], known: int = 1, leading_s: float | None = None
+) -> tuple[Packing, list[tuple[float, float]]]:
     """That of blocks with these variants, of which the first are known; and the prices that it asks for."""
     asked: list[tuple[float, float]] = []
 
@@ -37,7 +45,7 @@ def packing(count: int, variants: list[BlockVariant], known: int = 1) -> tuple[P
         costs = [each.work_s + held * each.held_bytes + saved * each.saved_bytes for each in variants]
         return min(costs), variants[int(np.argmin(costs))]
 
-    return Packing(count, min(each.work_s for each in variants), cost_s, variants[:known]), asked
+    return Packing(count, min(each.work_s for each in variants), cost_s, variants[:known], leading_s), asked
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -72,6 +80,17 @@ def test_blocks_that_are_all_alike_are_packed_as_well_as_can_be() -> None:
         assert packing(count, alike)[0].least_s(capacities, math.inf) == pytest.approx(
             shortest_s(count, alike, capacities), rel=1e-2
         )
+
+
+def test_the_first_block_takes_less_wherever_it_is() -> None:
+    """It fits where another one does not."""
+    alike = [BlockVariant(2.0, 1.0, 0.5)]
+    capacities = RankCapacities(np.array([0.5, 0.0]), np.array([1e9, 4.1]), np.array([2.0, 1.0]))
+    for count, leading_s in ((3, 1.4), (3, 0.1), (4, 1.9), (5, 0.6), (5, 2.0)):
+        found_s = packing(count, alike, leading_s=leading_s)[0].least_s(capacities, math.inf)
+        least_s = shortest_s(count, alike, capacities, leading_s)
+        assert found_s == pytest.approx(least_s, rel=1e-4), (count, leading_s)
+    assert shortest_s(3, alike, capacities, 0.1) < shortest_s(3, alike, capacities)
 
 
 def test_nothing_is_asked_beyond_what_is_enough() -> None:
