@@ -39,7 +39,7 @@ from planner.solve.problem import Evaluation
 
 BEST = 2
 """So many pipelines are cut for: those whose even cut, saving everything, takes least; more while none fits."""
-QUICK, THOROUGH = 100, 1000
+QUICK, THOROUGH = 300, 3000
 """Effort for cuts that are one of many, and for the last; see :data:`planner.solve.pipeline.partition.EFFORT`."""
 TRIES = 8
 """So often a chain is cut anew with less memory when what works beside it did not fit."""
