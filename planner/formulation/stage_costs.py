@@ -85,16 +85,31 @@ class StageCosts:
     @cached_property
     def unpreceded(self) -> int | None:
         """How many blocks of the body follow none of it: only these may cost less than its average, since nothing is
-        resharded from the one before. ``None`` where others may, too.
+        resharded from the one before. ``None`` where others may, too, as far as numbers tell.
         """
         body = [instance.kind == self.body for instance in self.folded.instances]
         found = sum(own and not before for own, before in zip(body, [False, *body], strict=False))
+        following = self.count - found
+        if following < 1 or (following == 1 and found > 1):
+            return None
         members, flows = self.space.members.items(), self.space.decision_graph.flows.items()
-        within = {len(names) for variable, names in members if self._place_of(variable, variable) == BODY}
-        resharded = {count for (tail, head, _, _), count in flows if self._place_of(tail, head) == BODY}
-        is_alike = all(count % self.count == 0 for count in within)
-        is_alike &= found < self.count and all(0 in (n % self.count, n % (self.count - found)) for n in resharded)
-        return found if is_alike else None
+        counts = [len(names) for variable, names in members if self._place_of(variable, variable) == BODY]
+        for (tail, head, _, _), count in flows:
+            if self._place_of(tail, head) == BODY:
+                is_between = self._kind_of(tail) == self._kind_of(head) and count % following == 0
+                counts.append(0 if is_between else count)
+        return found if all(count % self.count == 0 for count in counts) else None
+
+    @cached_property
+    def operators_s(self) -> float:
+        """Seconds of one micro-batch that the operators of a block of the body take at least, without resharding."""
+        assert self.kept is not None
+        found = 0.0
+        for costs, kept in zip(self._singles, self.kept, strict=True):
+            if costs.place == BODY:
+                work_s = costs.parts[FORWARD] + costs.parts[BACKWARD] + costs.again[0] * costs.parts[AGAIN]
+                found += float(work_s[kept].min())
+        return found / self.count
 
     def is_anything(self, place: str) -> bool:
         """Whether there are decisions, or pairs of them, with the prices of a place."""
@@ -190,7 +205,7 @@ class StageCosts:
         """The same without some of the kept choices of every decision, and what nothing allows then."""
         assert self.kept is not None
         found = copy.copy(self)
-        for name in ("_table", "_working", "most_covered_s"):
+        for name in ("_table", "_working", "most_covered_s", "operators_s"):
             found.__dict__.pop(name, None)
         allowed = [np.zeros(len(each.wall), bool) for each in self._singles]
         for mask, kept, drop in zip(allowed, self.kept, dropped, strict=True):

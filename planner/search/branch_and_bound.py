@@ -55,7 +55,7 @@ NEAR = 2.0
 :meth:`ParallelConfig.distance`.
 """
 BESIDE = 1.0
-"""Pipelines at most so many doublings from it are evaluated before any."""
+"""Pipelines at most so many doublings from the best plan's are evaluated before any."""
 
 
 class ParallelConfigs(NamedTuple):

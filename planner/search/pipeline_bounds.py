@@ -298,11 +298,13 @@ class PipelineBounds:
         return self._under(prices, 0.0, 1.0 - waiting).bound_s
 
     def packed_s(self, pipeline: Pipeline, enough_s: float | None = None) -> float:
-        """Seconds at least of blocks that are each whole on some rank, with what the first and the last rank have too:
-        memory aside, or with it, raised no further once they reach ``enough_s``.
+        """Seconds at least of blocks that are each whole on some rank, with what the first and the last rank have too.
 
-        A rank that waits for ``w`` blocks, the first of the stages before it, and has ``n`` of the body takes
-        ``n m + w`` times what a block takes, and ``m`` times what else it has.
+        A rank that has ``n`` blocks of the body and waits for ``w``, the first of the stages before it, takes
+        ``n m + w`` times what a block takes, and ``m`` times what else it has; the first block takes less, wherever.
+
+        Args:
+            enough_s: the bound is raised no further once it reaches this, by prices of memory; left out: memory aside.
         """
         if not math.isfinite(self.free_s):
             return self.free_s
@@ -311,17 +313,20 @@ class PipelineBounds:
         if self.costs.kept is None:
             return self._below_s
         part, ranks = self._part(pipeline.micro_batches), pipeline.ranks
-        block_s, leading_s, first_s, last_s, once_s = self._least_parts if ranks > 1 else (self.free_s, *[0.0] * 4)
-        if not 0.0 < block_s < math.inf or (ranks > 1 and self.costs.unpreceded is None):
+        taken_s, once_s = np.zeros(ranks), 0.0
+        if ranks > 1:
+            block_s, first_s, last_s, once_s = self._least_parts
+            if not 0.0 < block_s < math.inf or self.costs.unpreceded is None:
+                return 0.0
+            if self.waits and ranks <= pipeline.micro_batches:
+                body = [each.kind == self.costs.body for each in self.costs.folded.instances[: ranks - 1]]
+                follows = zip(body, [False, *body], strict=False)
+                each_s = [own * (block_s if before else self.costs.operators_s) for own, before in follows]
+                taken_s[1:] = part * np.cumsum(each_s)
+            for stage, others_s in ((0, first_s), (-1, last_s)):
+                taken_s[pipeline.placed[stage]] += self.costs.space.mesh.micro_batches * others_s
+        elif not self.free_s > 0.0:
             return 0.0
-        costs, times, placed = self.costs, self.costs.space.mesh.micro_batches, pipeline.placed
-        taken_s, is_body = np.zeros(ranks), [each.kind == costs.body for each in costs.folded.instances[: ranks - 1]]
-        if self.waits and ranks <= pipeline.micro_batches:
-            before = zip(is_body, [False, *is_body], strict=False)
-            waits_s = [is_here * (block_s if is_after else leading_s) for is_here, is_after in before]
-            taken_s[1:] = part * np.cumsum(waits_s)
-        taken_s[placed[0]] += times * first_s
-        taken_s[placed[-1]] += times * last_s
         wanted_s = 0.0 if enough_s is None else enough_s - once_s
         limit_bytes = None if enough_s is None else self.limit_bytes
         capacities = RankCapacities(taken_s, *self._capacities(pipeline, part, limit_bytes))
@@ -334,21 +339,26 @@ class PipelineBounds:
             return free_bytes, in_flight
         working = (*self.costs.working_bytes(pipeline.stages, part), 0.0)
         for rank, (_, moments) in enumerate(pipeline.certain_moments):
-            if moments:
-                count, taken = max((min(each.counts), working[each.backward]) for each in moments)
+            known = [(min(each.counts), working[each.backward]) for each in moments if each.added]
+            if known:
+                count, taken = max(known)
                 free_bytes[rank], in_flight[rank] = limit_bytes - taken, part * count
         return free_bytes, in_flight
 
     def _packing(self, of_multiple: bool) -> Packing:
-        """That of the body's blocks, but for all but one that may cost less; one stage has the whole model as one."""
+        """That of the body's blocks without those that follow none, but for one of these; one stage has the whole model
+        as one block.
+        """
         if of_multiple not in self._packings:
-            space, count, block_s = self.costs.space, 1, self.free_s
-            leading_s: float | None = None
-            if space.stages > 1:
-                count = self.costs.count + 1 - (self.costs.unpreceded or 0)
-                block_s, leading_s = (space.mesh.micro_batches * each for each in self._least_parts[:2])
             known, cost_s = self._block_variants(self._free), partial(self._block_cost_s, of_multiple)
-            self._packings[of_multiple] = Packing(count, block_s, cost_s, known, leading_s)
+            if self.costs.space.stages == 1:
+                found = Packing(1, self.free_s, cost_s, known)
+            else:
+                times, costs = self.costs.space.mesh.micro_batches, self.costs
+                assert costs.unpreceded is not None
+                count, block_s = costs.count + 1 - costs.unpreceded, self._least_parts[0]
+                found = Packing(count, times * block_s, cost_s, known, times * costs.operators_s)
+            self._packings[of_multiple] = found
         return self._packings[of_multiple]
 
     def _block_cost_s(self, of_multiple: bool, held: float, saved: float) -> tuple[float, BlockVariant]:
@@ -382,22 +392,18 @@ class PipelineBounds:
         return found
 
     @cached_property
-    def _least_parts(self) -> tuple[float, float, float, float, float]:
-        """Seconds at least of a block, of one before which nothing lies, of what else the first and the last rank have,
-        and once a step.
-        """
-        none, every, (first, last) = _prices(np.zeros(2)), _prices(np.ones(2)), map(_prices, np.eye(2))
-        (block_s, leading_s), (first_s, _), (last_s, _), (once_s, _) = (
-            self._least(every, none), self._least(none, first), self._least(none, last),
-            self._least(none, none, 1.0 / self.costs.space.stages),
-        )  # fmt: skip
-        return block_s / self.costs.count, leading_s / self.costs.count, first_s, last_s, max(0.0, once_s)
+    def _least_parts(self) -> tuple[float, float, float, float]:
+        """Seconds at least of a block, of what else the first and the last rank have, and once a step."""
+        none, (first, last) = _prices(np.zeros(2)), map(_prices, np.eye(2))
+        once_s = self._least(none, none, 1.0 / self.costs.space.stages)
+        block_s = self._least(_prices(np.ones(2)), none) / self.costs.count
+        return block_s, self._least(none, first), self._least(none, last), max(0.0, once_s)
 
-    def _least(self, body: Prices, others: Prices, once: float = 0.0) -> tuple[float, float]:
-        """What everything costs at least, nothing recomputed and nothing behind work; and without any resharding."""
+    def _least(self, body: Prices, others: Prices, once: float = 0.0) -> float:
+        """What everything costs at least, nothing recomputed and nothing behind work; what is free is allowed."""
         singles, pairs = self.costs.under([(0, 0)], body, others, once, 0.0)
         pairs = {ends: table for ends, table in pairs.items() if np.where(np.isinf(table), 0.0, table).any()}
-        return float(least_of_each(singles, pairs).bounds[0]), math.fsum(float(each.min()) for each in singles)
+        return float(least_of_each(singles, pairs).bounds[0])
 
     def _under(
         self, prices: Prices, send_s: float, once: float, enough_s: float = math.inf, promising_s: float = -math.inf

@@ -29,6 +29,8 @@ FIRST, EACH = 40, 3
 """Paths that are drawn of the even shares, and of others."""
 CLOSE = 2e-3
 """Part of a step by which a path may be longer than the program knows."""
+WITHOUT_GRADIENTS = 0.5
+"""Of what is held so much is there before any gradient: no gradient is larger than its parameter, gathered or not."""
 BOX = 0.3
 """Part by which stages may have other blocks than the best found while paths are sought: they say little far off."""
 
@@ -171,19 +173,20 @@ class Master:
                 row.SetCoefficient(total, -1.0)
         self._filled = [program.Constraint(1.0, program.infinity()) for _ in range(stages)]
         self._path_rows: list[pywraplp.Constraint] = []
-        self._moments: list[tuple[list[int], Floats, float]] = []
+        self._moments: list[tuple[list[int], Floats, float, float]] = []
         self._rooms: list[pywraplp.Constraint] = []
         working = (*(working_bytes or (0.0,) * stages), 0.0)
         if limit_bytes is not None:
             for of_rank, moments in self.pipeline.certain_moments:
                 for moment in moments:
                     left = 1.0 - working[moment.backward] / max(1.0, limit_bytes)
-                    self._moments.append((of_rank, np.array(moment.counts, float), left))
+                    there = 1.0 if moment.added else WITHOUT_GRADIENTS
+                    self._moments.append((of_rank, np.array(moment.counts, float), there, left))
                     room = program.Constraint(-program.infinity(), left)
                     room.SetCoefficient(self._over, -1.0)
                     self._rooms.append(room)
                     for stage, count in zip(of_rank, moment.counts, strict=True):
-                        room.SetCoefficient(self._totals[2][stage], 1.0)
+                        room.SetCoefficient(self._totals[2][stage], there)
                         room.SetCoefficient(self._totals[3][stage], float(count))
 
     def add(self, group: int, variant: Variant) -> None:
@@ -284,10 +287,10 @@ class Master:
                 backward += part * _backward(path)
                 send += part * float(path.sends.sum())
         held, saved, room_s = np.zeros(stages), np.zeros(stages), 0.0
-        for room, (of_rank, counts, left) in zip(self._rooms, self._moments, strict=True):
+        for room, (of_rank, counts, there, left) in zip(self._rooms, self._moments, strict=True):
             price = max(0.0, -room.dual_value()) * self._unit_s
             if price:
-                held[of_rank] += price / max(1.0, self.limit_bytes or 1.0)
+                held[of_rank] += price * there / max(1.0, self.limit_bytes or 1.0)
                 saved[of_rank] += price * counts / max(1.0, self.limit_bytes or 1.0)
                 room_s += price * left
         bonus = np.array([max(0.0, row.dual_value()) for row in self._filled]) * self._unit_s

@@ -62,7 +62,7 @@ class Packing:
         free_s: seconds of a step that a block takes at least.
         cost_s: what one costs at least where held and saved bytes cost so many seconds each, and a variant that does.
         variants: some that are known.
-        leading_s: seconds of a step that the first one takes at least, whose bytes do not count, if it is another.
+        leading_s: seconds of a step that the first one takes at least, whose bytes do not count; ``None``: as others.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Packing:
 
 
 def _blocks_at(capacities: RankCapacities, step_s: float, prices: Floats, costs: Floats) -> Floats:
-    """Blocks that each rank takes at most of those that are not the first, ``(ranks, prices)``."""
+    """Blocks that each rank takes at most, none of them the first, ``(ranks, prices)``."""
     left_s = np.maximum(0.0, step_s - capacities.taken_s)[:, None]
     with np.errstate(over="ignore"):  # of nothing in flight
         found: Floats = np.maximum(0.0, left_s + prices * capacities.free_bytes[:, None]) / costs

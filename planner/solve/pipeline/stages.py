@@ -95,12 +95,13 @@ class Pipeline:
 
     @property
     def certain_moments(self) -> list[tuple[list[int], list[InFlight]]]:
-        """The same where all that a rank holds always is there, gradients of all its stages included.
+        """The same, ``added`` where all that a rank holds is there, gradients of all its stages included.
 
-        Of a single micro-batch what is held always is without gradients: never are all there with all that is saved.
+        Of a single micro-batch what is held counts without gradients: never are all there with all that is saved.
         """
         found = self._by_rank(certain(self.schedule, self.ranks, self.micro_batches, self.virtual_stages))
-        return [(stages, [each for each in every if each.added or self.micro_batches == 1]) for stages, every in found]
+        is_single = self.micro_batches == 1
+        return [(stages, [each._replace(added=each.added or is_single) for each in every]) for stages, every in found]
 
     def _by_rank(self, moments: tuple[tuple[InFlight, ...], ...]) -> list[tuple[list[int], tuple[InFlight, ...]]]:
         placed = self.placed

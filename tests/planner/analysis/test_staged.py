@@ -37,7 +37,7 @@ from planner.solve.choices import lower_bounds
 from planner.solve.pipeline.master import Paths
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import evaluate
-from tests.planner.plans import cluster, filtered, named, residual_mlp
+from tests.planner.plans import Build, cluster, filtered, named, residual_mlp
 from tests.planner.search.test_optimum import random_cluster
 from tests.planner.search.test_search import chain
 
@@ -56,8 +56,19 @@ def tapped() -> Graph:
     return Graph(graph.nodes, (*graph.outputs, Ref("add1")))
 
 
+def wide_first(width: int, layers: int) -> Graph:
+    """Linear layers alone, the first of a wider input: what is resharded between two is between one variable and
+    itself.
+    """
+    build = Build()
+    value = build.leaf("x", 256, width)
+    for number in range(layers + 1):
+        value = build.linear(f"linear{number}", value, 64, f"layers.{number}")
+    return build.mean(value)
+
+
 def space_of(  # type: ignore[no-untyped-def]
-    which: str,
+    which: str | Graph,
     spec,
     stages: int,
     micro_batches: int,
@@ -65,7 +76,7 @@ def space_of(  # type: ignore[no-untyped-def]
     gathers: Gathers = "once",
     **sizes: int,
 ) -> Space:
-    graph, folded, rules = model(which)
+    graph, folded, rules = model(which) if isinstance(which, str) else (which, fold(which), rules_of(which))
     mesh = Mesh.of(**sizes).micro_batched(micro_batches)
     kept = filtered(Pins(), graph, rules, mesh)
     pace = pace_of(stages, micro_batches, schedule)
@@ -221,6 +232,25 @@ def test_no_pipeline_beats_its_relaxation(
                     recompute = found.recompute(space.folded)
                     assert found.levels == tuple(recompute.level(*each) for each in space.decision_graph.blocks.numbers)
     assert seen >= (9 if level is None else 3)
+
+
+@pytest.mark.parametrize("seed", [91, 672, 759, 803, 946])
+def test_nothing_is_resharded_into_the_first_block_that_is_packed(seed: int) -> None:
+    """Nearly all of the first rank's time is not its blocks', and it hardly waits."""
+    rng, seen = random.Random(seed), 0
+    width, layers = 64 * rng.choice((1, 2, 3, 4, 6, 8, 12, 16, 24, 32)), rng.choice((2, 3, 4, 5))
+    space = space_of(wide_first(width, layers), random_cluster(rng, (2, 4)), 2, 32, "1f1b", all=4)
+    levels = named(space.folded, ("none",))
+    costs = StageCosts(space, levels)
+    for choices, assignment in assignments(space, rng, 4):
+        links = links_of(assignment, levels)
+        found = stage(links, pipelines_of(2, 32, len(links), ("1f1b",)), None)
+        others = [kept != choice for kept, choice in zip(costs.kept or (), choices, strict=True)]
+        for each in (costs, costs.without(others)):
+            bounds = PipelineBounds(each, None, least_send_s(space), True)
+            assert 0.0 < bounds.packed_s(found.pipeline) <= found.step_s * (1 + 1e-9)
+            seen += 1
+    assert seen >= 4
 
 
 @pytest.mark.parametrize("waiting", [False, True])
