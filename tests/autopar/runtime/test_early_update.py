@@ -159,9 +159,10 @@ def test_the_advice_where_a_file_cannot_be_read_ends_the_step(tmp_path: Path) ->
     steps_of(model, plain, range(1))
     steps_of(pmodel, optimizer, range(1))
     seen = set()
-    for number in range(len(on_disk.unnamed(str(tmp_path)))):
+    for file in on_disk.unnamed(str(tmp_path)):
+        if file not in on_disk.unnamed(str(tmp_path)):  # of state that was loaded anew since
+            continue
         kept = copy.deepcopy((pmodel.full_state_dict(), optimizer.state_dict()))
-        file = on_disk.unnamed(str(tmp_path))[number]
         held = os.pread(file, os.fstat(file).st_size, 0)
         os.ftruncate(file, 0)
         failed = told(lambda: pmodel(x=batch(1)).backward())
