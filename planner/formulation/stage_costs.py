@@ -95,21 +95,18 @@ class StageCosts:
         members, flows = self.space.members.items(), self.space.decision_graph.flows.items()
         counts = [len(names) for variable, names in members if self._place_of(variable, variable) == BODY]
         for (tail, head, _, _), count in flows:
-            if self._place_of(tail, head) == BODY:
-                is_between = self._kind_of(tail) == self._kind_of(head) and count % following == 0
-                counts.append(0 if is_between else count)
+            is_between = self._kind_of(tail) == self._kind_of(head) and count % following == 0
+            if self._place_of(tail, head) == BODY and not is_between:
+                counts.append(count)
         return found if all(count % self.count == 0 for count in counts) else None
 
     @cached_property
     def operators_s(self) -> float:
         """Seconds of one micro-batch that the operators of a block of the body take at least, without resharding."""
         assert self.kept is not None
-        found = 0.0
-        for costs, kept in zip(self._singles, self.kept, strict=True):
-            if costs.place == BODY:
-                work_s = costs.parts[FORWARD] + costs.parts[BACKWARD] + costs.again[0] * costs.parts[AGAIN]
-                found += float(work_s[kept].min())
-        return found / self.count
+        body = ((each, kept) for each, kept in zip(self._singles, self.kept, strict=True) if each.place == BODY)
+        works_s = ((c.parts[FORWARD] + c.parts[BACKWARD] + c.again[0] * c.parts[AGAIN])[kept] for c, kept in body)
+        return sum(float(each.min()) for each in works_s) / self.count
 
     def is_anything(self, place: str) -> bool:
         """Whether there are decisions, or pairs of them, with the prices of a place."""

@@ -331,14 +331,14 @@ def _priority(
     if branch.is_sought:
         return NEAR + 1, branch.bound_s
     config = branch.candidate.config
-    is_begun = branch.likely_s > 0.0 or (branch.pipeline is not None and config in likely_s)
-    if is_begun and not branch.likely_s:
+    is_sibling = branch.pipeline is not None and not branch.likely_s and config in likely_s
+    if is_sibling:
         expected_s = max(expected_s, likely_s[config])
     if best is not None and branch.pipeline is not None:
-        is_beside = config.distance(best.config) <= BESIDE or (is_begun and not branch.likely_s)
+        is_beside = is_sibling or config.distance(best.config) <= BESIDE
         if is_beside and expected_s < best.evaluation.time_s * (1 - LIKELY):
             return -2, expected_s
-    is_larger = branch.pipeline is not None and config in larger and not is_begun
+    is_larger = branch.pipeline is not None and config in larger and not (is_sibling or branch.likely_s)
     if branch.pipeline is None or best is None or (is_larger and expected_s < best.evaluation.time_s):
         wanted = [replace(config, unsharding=PER_STEP) if best is None else config for config in configs]
         places = [first[config] for config in wanted if config in first]

@@ -293,7 +293,7 @@ def seeds(
 ) -> tuple[list[ParallelConfig], set[ParallelConfig]]:
     """Shapes to evaluate first, in order, two for each number of stages and two of a step without micro-batches; and of
     the former others, whose micro-batches are larger, which are also given by themselves. Those whose stages are each
-    within a node lead: to evaluate them takes a tenth of the time.
+    within a node lead: most have one axis, with which to evaluate them takes a tenth of the time.
 
     The last axis is a node or half of one, or what there is of it. Micro-batches have one sample on each rank of the
     others, as where the last axis shares weights; the others' one on each of all ranks, as where every axis shares the

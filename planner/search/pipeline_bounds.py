@@ -325,7 +325,7 @@ class PipelineBounds:
                 taken_s[1:] = part * np.cumsum(each_s)
             for stage, others_s in ((0, first_s), (-1, last_s)):
                 taken_s[pipeline.placed[stage]] += self.costs.space.mesh.micro_batches * others_s
-        elif not self.free_s > 0.0:
+        elif self.free_s <= 0.0:
             return 0.0
         wanted_s = 0.0 if enough_s is None else enough_s - once_s
         limit_bytes = None if enough_s is None else self.limit_bytes

@@ -79,7 +79,8 @@ class Packing:
 
     def least_s(self, capacities: RankCapacities, enough_s: float) -> float:
         """A lower bound of the step, raised only until it reaches ``enough_s``; where nothing fits it is a long one."""
-        least_s = self._shortest_s(capacities, *self._at_known_prices(capacities))
+        known = self._at_known_prices(capacities)
+        least_s = self._shortest_s(capacities, *known)
         for _ in range(ROUNDS):
             if least_s >= enough_s:
                 break
@@ -90,12 +91,13 @@ class Packing:
             blocks = _blocks_at(capacities, aim_s, prices, costs)
             ranks, fewest = np.arange(len(blocks)), blocks.argmin(axis=1)
             at = prices[ranks, fewest]
-            known = _blocks_at(capacities, aim_s, *self._at_known_prices(capacities)).min(axis=1)
-            more = np.where(at > 0.0, known - blocks[ranks, fewest], 0.0)
+            most = _blocks_at(capacities, aim_s, *known).min(axis=1)
+            more = np.where(at > 0.0, most - blocks[ranks, fewest], 0.0)
             rank = int(more.argmax())
             if more[rank] <= 0.0 or not self._ask(at[rank], at[rank] * capacities.in_flight[rank]):
                 break
-            least_s = self._shortest_s(capacities, *self._at_known_prices(capacities))
+            known = self._at_known_prices(capacities)
+            least_s = self._shortest_s(capacities, *known)
         return least_s
 
     def _ask(self, held: float, saved: float) -> bool:
