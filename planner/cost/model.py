@@ -222,6 +222,14 @@ class CostModel:
         """Seconds that a kernel takes at least, however small it is."""
         return self._correction("compute") * self.cluster.device.launch_overhead_s if self.is_closed else 0.0
 
+    @property
+    def start_s(self) -> float:
+        """Seconds to start an operator, on a device or on its host."""
+        measured = self.cluster.calibration
+        if measured is not None and measured.has_tables:
+            return measured.launch_s
+        return self._correction("compute") * self.slowest.launch_overhead_s
+
     def _correction(self, work: str) -> float:
         """What closed forms are multiplied by, as steps that ran took so much longer."""
         return 1.0 if self.cluster.calibration is None else self.cluster.calibration.ratio(work)

@@ -238,14 +238,25 @@ class LocalCosts:
             return self.cost.compute_s(0.0, 3 * held + 2 * state, tensor.dtype, kernel=Stream("optimizer"))
         is_wide = self.training.optimizer_bytes_per_element >= WIDE_STATE_BYTES
         home = self.cost.cluster.home(self.training.on_disk, "float32" if is_wide else tensor.dtype)
-        return (2 * held + state) / home.read_bytes_per_s + (held + state) / home.write_bytes_per_s
+        passing_s = (2 * held + state) / home.read_bytes_per_s + (held + state) / home.write_bytes_per_s
+        return self.cost.start_s + passing_s
 
     def _least_update_s(self, node: Node, layout: Layout) -> float:
         """The same where it may be that is quickest; none where the host may do so beside backward."""
         if self.training.update == "backward":
             return 0.0
         tiers: tuple[Tier, ...] = ("device", "host") if self.training.tier == "either" else (self.training.tier,)
-        return min(self.update_s(node, layout, tier) for tier in tiers)
+        return min(self.update_at_least_s(node, layout, tier) for tier in tiers)
+
+    def update_at_least_s(self, node: Node, layout: Layout, tier: Tier) -> float:
+        """Seconds that a step takes at least for the update of one parameter at a home: on CPUs, where nothing moves
+        beside computing, it also waits for the parameter to come and for the gradient to leave.
+        """
+        update_s, tensor = self.update_s(node, layout, tier), node.results[0]
+        if tier == "device" or not tensor.grad or not self.cost.cluster.on_cpu:
+            return update_s
+        home, held = self.cost.cluster.home(self.training.on_disk), local_bytes(tensor, layout, self.mesh)
+        return update_s + held / home.fetch_bytes_per_s + held / home.evict_bytes_per_s
 
     def moved_s(self, node: Node, layout: Layout) -> float:
         """Seconds to fetch a parameter for forward and for backward and to evict its gradient, as if nothing of it

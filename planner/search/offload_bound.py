@@ -109,7 +109,8 @@ def _stays(space: Space, name: str, layout: Layout) -> _Stays:
     node = space.graph.by_name[name]
     size_bytes = local_bytes(node.results[0], layout, space.mesh)
     home_bytes = size_bytes * (1 + node.results[0].grad) + space.state_bytes(node, layout)
-    return _Stays(home_bytes, space.update_s(node, layout, "host") - space.update_s(node, layout))
+    saves_s = space.update_at_least_s(node, layout, "host") - space.update_s(node, layout)
+    return _Stays(home_bytes, saves_s)
 
 
 def _lost_s(parameters: Iterable[tuple[Iterable[_Stays], float]], price: float, counted: float = 1.0) -> float:
