@@ -1,4 +1,6 @@
-"""Searches plans with model data on the device, and where none fits with its home on the host, or on disk."""
+"""Searches plans with model data on the device; with its home on the host, or on disk, where none fits or where that
+may be faster.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,29 @@ from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import TIERS, Offload, Pins
 from planner.formulation.pipeline_pace import OUT_OF_ORDER
-from planner.ir.graph import Graph
+from planner.ir.graph import Graph, Ref
 from planner.search.branch_and_bound import Searched
+from planner.search.candidates import cutoff_s
+from planner.search.micro_batch_search import fits_whole
 from planner.search.search_context import SearchContext
 
 ON_DEVICE = "plans with all model data on the device, since none was found that fits"
 """What a plan with another home that nobody pinned leaves out."""
+NOT_SEARCHED = "plans with model data elsewhere than on the device, since there was no time left to search them"
+NOT_PROVED = "a proof for plans with model data elsewhere than on the device, of which none was found that is faster"
+"""What a plan on the device leaves out where others may be faster."""
 AGAIN = 0.25
-"""Part of the time limit that a search with another home has at least, however long the one before took."""
+"""Part of the time limit that a search with another home has, however long the one before took; where a plan fits on
+the device, if so much of it is left.
+"""
 
 
-def search_homes(context: SearchContext, graph: Graph, plan: Callable[[SearchContext], Searched]) -> Searched:
-    """The fastest plan at the first home of model data at which one fits: the device, the host, the disk; or at the one
-    that is pinned.
+def search_homes(context: SearchContext, graph: Graph, plan: Callable[..., Searched]) -> Searched:
+    """The fastest plan at the first home of model data at which one fits: the device, the host, the disk; on the host
+    also where that is faster by more than the gap; or at the home that is pinned.
 
     Args:
-        plan: searches with the home that a context has.
+        plan: searches with the home that a context has; it may be given a plan that fits as ``known``.
 
     Raises:
         InfeasibleError: none fits; says what is lacking on the device.
@@ -35,15 +44,19 @@ def search_homes(context: SearchContext, graph: Graph, plan: Callable[[SearchCon
     refused: InfeasibleError | None = None
     if not elsewhere or _may_fit(context, graph):
         try:
-            return plan(context)
+            found = plan(context)
         except InfeasibleError as error:
             if not elsewhere:
                 raise
             refused = error
+        else:
+            may_be_faster = elsewhere and not (fits_whole(graph, context) and _updates_sooner(found))
+            return _or_on_host(context, plan, found, AGAIN * limit_s) if may_be_faster else found
     for home in elsewhere:
+        context.say(f"nothing fits with all model data on the device: trying 'offload' {home!r}")
         with contextlib.suppress(InfeasibleError):
-            found = plan(_at(home, context, time.monotonic() + AGAIN * limit_s))
-            found = replace(found, left_out="; ".join(filter(None, (ON_DEVICE, found.left_out))))
+            deadline = max(context.deadline, time.monotonic() + AGAIN * limit_s)
+            found = _leaving_out(ON_DEVICE, plan(_at(home, context, deadline)))
             found.planned_step  # noqa: B018  raises where the home does not hold it
             return found
     if refused is None:
@@ -59,12 +72,44 @@ def _elsewhere(cluster: ClusterSpec, pins: Pins) -> list[Offload]:
     return ["auto"] if cluster.disk is None else ["auto", "disk"]
 
 
+def _or_on_host(context: SearchContext, plan: Callable[..., Searched], on_device: Searched, most_s: float) -> Searched:
+    """The plan on the device, or one with model data on the host that is faster by more than the gap, sought for a few
+    seconds where there is time. What is on disk is no faster than on the host.
+    """
+    deadline = time.monotonic() + most_s
+    if deadline > context.deadline:
+        return _leaving_out(NOT_SEARCHED, on_device)
+    context.say("whether steps are shorter with 'offload' 'auto'")
+    found = plan(_at("auto", context, deadline), known=on_device.best)
+    bound_s = min(on_device.bound_s, found.bound_s)
+    if found.best.space.training.tier != "device":
+        return found.bounded(bound_s, found.planned_step_s)
+    if found.bound_s < cutoff_s(context, on_device.best):
+        return _leaving_out(NOT_PROVED, on_device)
+    return on_device.bounded(bound_s)
+
+
+def _updates_sooner(found: Searched) -> bool:
+    """Whether the device updates no parameter more slowly than the host would, whatever the plan: where memory decides
+    nothing, either, no plan with a home elsewhere is faster than the same one on the device.
+    """
+    space, decided = found.best.space, found.assignment
+    if not space.cost.is_closed or space.training.update == "backward":
+        return False
+    leaves = [leaf for leaf in space.graph.leaves if leaf.op == "param"]
+    laid_out = [(leaf, decided.produced(Ref(leaf.name))) for leaf in leaves]
+    return all(space.update_s(*each, "device") <= space.update_at_least_s(*each, "host") for each in laid_out)
+
+
+def _leaving_out(what: str, found: Searched) -> Searched:
+    """The same, saying that it leaves out this, too."""
+    return replace(found, left_out="; ".join(filter(None, (what, found.left_out))))
+
+
 def _at(home: Offload, context: SearchContext, deadline: float) -> SearchContext:
     """The context of a search with another home."""
-    context.say(f"nothing fits with all model data on the device: trying 'offload' {home!r}")
-    training = replace(context.training, tier=TIERS[home])
-    pins, deadline = replace(context.pins, offload=home), max(context.deadline, deadline)
-    return context.anew(pins=pins, training=training, deadline=deadline, formulated={})
+    training, pins = replace(context.training, tier=TIERS[home]), replace(context.pins, offload=home)
+    return context.anew(pins=pins, training=training, deadline=deadline)
 
 
 def _may_fit(context: SearchContext, graph: Graph) -> bool:

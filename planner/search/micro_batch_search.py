@@ -49,7 +49,7 @@ def search_micro_batches(
     if left_out:
         in_one = tuple(config for config in in_parts if config.mesh.micro_batches == 1)
         return _telling(left_out, partial(_in_whole_or_stages, model.whole(context), whole, cut, in_one, known))
-    if whole and in_parts and context.training.tier == "device" and _fits_whole(graph, context):
+    if whole and in_parts and context.training.tier == "device" and fits_whole(graph, context):
         in_whole = model.whole(context).searched(whole, known=known)
         stages = tuple(config for config in in_parts if config.stages > 1)
         return _in_whole_then_in_stages(in_whole, cut, stages)
@@ -113,7 +113,7 @@ class _Blocks:
         """The fastest plan that fits, of these configurations without and with micro-batches, or the one known."""
         context, configs = self.context, ParallelConfigs(whole, in_parts)
         if context.training.tier != "device":
-            return named(context, search_offload(context, self.decision_graph, configs))
+            return named(context, search_offload(context, self.decision_graph, configs, known))
         return named(context, fastest(context, self.decision_graph, configs, known))
 
 
@@ -164,8 +164,10 @@ def _in_whole_then_in_stages(known: Searched, cut: _Blocks, stages: tuple[Parall
     return replace(best, candidates=tuple(rows)).above(min(known.bound_s, found.bound_s))
 
 
-def _fits_whole(graph: Graph, context: SearchContext) -> bool:
-    """Whether a device has room for all that a step reads and makes, with all gradients, and for optimizer state."""
+def fits_whole(graph: Graph, context: SearchContext) -> bool:
+    """Whether a device has room for all that a step reads and makes, with all gradients, and for optimizer state: then
+    every plan fits.
+    """
     size_bytes = sum((2 if tensor.grad else 1) * tensor.size_bytes for node in graph.nodes for tensor in node.results)
     trained = sum(leaf.results[0].numel for leaf in graph.leaves if leaf.op == "param" and leaf.results[0].grad)
     return size_bytes + context.training.optimizer_bytes_per_element * trained <= context.limit_bytes

@@ -29,10 +29,15 @@ WAITING = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
 """Prices that are tried on what forward saves, in parts of the seconds that its bytes take to leave the device."""
 
 
-def least_step_s(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> float:
+def least_step_s(
+    context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, asked_s: float | None = None
+) -> float:
     """Seconds below which no step of any plan of these configurations is predicted, offloaded as the context says.
 
     Equal blocks may differ where they may in the search: in small models, without micro-batches.
+
+    Args:
+        asked_s: whether it is so much is all that is asked; left out: as much as can be proved.
     """
     before = time.monotonic()
     context.say("proving what steps take at least, whatever moves when")
@@ -41,21 +46,24 @@ def least_step_s(context: SearchContext, decision_graph: DecisionGraph, configs:
     instances = decision_graph
     if may_differ(decision_graph.folded):
         apart, instances = alike.apart(decision_graph.blocks.numbers), unfolded(decision_graph)
-    micro_batched_s = _least_of_all_s(alike, decision_graph, configs.micro_batched)
-    least_s = min(micro_batched_s, _least_of_all_s(apart, instances, configs.plain))
+    micro_batched_s = _least_of_all_s(alike, decision_graph, configs.micro_batched, asked_s)
+    least_s = min(micro_batched_s, _least_of_all_s(apart, instances, configs.plain, asked_s))
     context.took("solve", before)
     return least_s
 
 
-def _least_of_all_s(context: SearchContext, decision_graph: DecisionGraph, configs: Iterable[ParallelConfig]) -> float:
+def _least_of_all_s(
+    context: SearchContext, decision_graph: DecisionGraph, configs: Iterable[ParallelConfig], asked_s: float | None
+) -> float:
     """The same of plans that decide on this graph; infinite where there are no configurations."""
     arithmetic, schedule = Arithmetic(decision_graph, context.cost, context.training), context.pins.schedule
     by_work = sorted(((arithmetic.bound_s(config, schedule), config) for config in configs), key=lambda each: each[0])
     least_s = math.inf
     for work_s, config in by_work:
-        if work_s >= least_s or context.is_late():
+        is_answered = asked_s is not None and not work_s < asked_s <= least_s
+        if work_s >= least_s or is_answered or context.is_late():
             return min(work_s, least_s)
-        least_s = min(least_s, max(work_s, _least_s(context, context.bounds(decision_graph, config))))
+        least_s = min(least_s, max(work_s, _least_s(context, context.bounds(decision_graph, config), asked_s)))
     return least_s
 
 
@@ -66,8 +74,8 @@ class _Stays(NamedTuple):
     saves_s: float
 
 
-def _least_s(context: SearchContext, bounds: PipelineBounds) -> float:
-    """Seconds of a step of one configuration at least.
+def _least_s(context: SearchContext, bounds: PipelineBounds, asked_s: float | None) -> float:
+    """Seconds of a step of one configuration at least, or so many as are asked.
 
     Under any price on bytes each parameter saves no more by staying than it does above the price of its bytes; so it
     loses the less of both, and gets back the price of all the room that backward leaves to what stays when it begins.
@@ -88,6 +96,8 @@ def _least_s(context: SearchContext, bounds: PipelineBounds) -> float:
         for price in (0.0, *prices):
             more = max(0.0, (1 - waiting) * price - byte_s)  # since what stays takes room even when nothing is saved
             found.append(moving_s + _lost_s(parameters, byte_s + more, 1 - waiting) - more * staying_bytes)
+            if asked_s is not None and found[-1] >= asked_s:
+                return found[-1]
     return max(found)
 
 

@@ -19,7 +19,8 @@ from planner.formulation.assignment import assignment_of
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.pipeline_pace import OUT_OF_ORDER
-from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound
+from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound, completed
+from planner.search.candidates import Incumbent, cutoff_s
 from planner.search.fastest_plan import fastest
 from planner.search.offload_bound import least_step_s
 from planner.search.search_context import SearchContext
@@ -43,11 +44,32 @@ def check_offloads(cluster: ClusterSpec, pins: Pins) -> None:
     cluster.home(pins.tier == "disk")
 
 
-def search_offload(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
+def search_offload(
+    context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, known: Incumbent | None = None
+) -> Searched:
     """The fastest plan with model data elsewhere, whether what blocks save leaves or stays.
 
     What is proved is of steps as they are predicted.
+
+    Args:
+        known: a plan on the device; it is the answer if none can be, or none is found, that is faster by more than the
+            gap.
     """
+    if known is None:
+        return _search(context, decision_graph, configs)
+    wanted_s = cutoff_s(context, known)
+    bound_s = least_step_s(context, decision_graph, configs, wanted_s)
+    if bound_s < wanted_s:
+        with contextlib.suppress(InfeasibleError):
+            found = _search(context, decision_graph, configs)
+            if found.planned_step_s < wanted_s:
+                return found
+            bound_s = found.bound_s
+    return completed(context, known, [], [bound_s])
+
+
+def _search(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
+    """The same where nothing is known."""
     if context.pins.activations is None:
         found = _staying_or_leaving(context, decision_graph, configs)
     else:

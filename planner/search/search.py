@@ -2,8 +2,8 @@
 
 The cluster's parallel configurations are evaluated best first (:mod:`planner.search.branch_and_bound`). In which order,
 and what of them a model leaves out, says :mod:`planner.search.micro_batch_search`. Where the home of model data is not
-the device, there is more to choose (:mod:`planner.search.offload_search`); so it is where nothing fits on the device
-(:mod:`planner.search.home_search`).
+the device, there is more to choose (:mod:`planner.search.offload_search`); so it is where nothing fits on the device,
+or a step is shorter so (:mod:`planner.search.home_search`).
 
 What does not depend on the mesh is found once (:mod:`planner.formulation.decisions`). Ctrl-C ends a search with
 :class:`KeyboardInterrupt` and leaves nothing behind; to get the best plan so far instead, give a time limit.

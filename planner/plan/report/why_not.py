@@ -237,10 +237,15 @@ def why_not(
         blocks=blocks,
         proven=found.status == "optimal" and plan.search.status == "optimal",
         pinned=_pinned_otherwise(plan.pin, Pins.parse(pinned).to_dict(), found.best.config.sizes),
-        left_out=plan.search.left_out if other.staged is not None else "",
+        left_out=_no_micro_batches(plan.search.left_out) if other.staged is not None else "",
         flips=flips(PricedPlan(plan.assignment, staged), other),
         seconds_per_gib=seconds_per_gib,
     )
+
+
+def _no_micro_batches(left_out: str) -> str:
+    """Of what a search left out what is about micro-batched steps."""
+    return "; ".join(each for each in left_out.split("; ") if "micro-batches" in each)
 
 
 def _pinned_otherwise(pin: Mapping[str, Any], recipe: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:

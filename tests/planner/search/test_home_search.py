@@ -74,10 +74,29 @@ def test_what_fits_with_model_data_elsewhere_alone_is_planned_so_and_says_it() -
     assert "memory_bytes of at least" in text
 
 
-def test_the_device_comes_first() -> None:
+def test_where_memory_is_ample_the_device_is_proved_to_be_fastest() -> None:
     graph = residual_mlp(layers=2, width=64, batch=64)
     found = planned(graph, on(1, "64 MiB", host="1 GiB"))
-    assert document(found).offload == "none" and not found.left_out
+    assert (document(found).offload, found.status, found.left_out) == ("none", "optimal", "")
+
+
+def test_the_host_is_home_where_that_is_faster_too() -> None:
+    """On the device the batch has to be cut into micro-batches; without model data there it need not."""
+    graph, spec = residual_mlp(layers=4, width=64, batch=512), on(1, "3 MiB", host="1 GiB")
+    on_device, found = planned(graph, spec, {"offload": "none"}), planned(graph, spec)
+    assert on_device.best.config.mesh.micro_batches > 1 and found.best.config.mesh.micro_batches == 1
+    assert document(found).offload == "auto" and not found.left_out
+    assert found.bound_s <= on_device.bound_s and found.planned_step_s < 0.7 * on_device.planned_step_s
+
+
+def test_a_plan_on_the_device_says_what_was_not_searched_or_not_proved_beside_it() -> None:
+    graph = residual_mlp(layers=4, width=64, batch=512)
+    late = search(graph, on(1, "6 MiB", host="1 GiB"), Pins(), Training(), time_limit_s=1e-3)
+    found = planned(graph, on(1, "6 MiB", host="64 KiB"))
+    assert document(late).offload == document(found).offload == "none"
+    elsewhere = "plans with model data elsewhere than on the device"
+    assert f"without {elsewhere}, since there was no time" in unwrapped(document(late))
+    assert f"without a proof for {elsewhere}" in unwrapped(document(found))
 
 
 def test_a_home_that_was_chosen_goes_with_a_plan_s_decisions() -> None:
