@@ -1015,8 +1015,9 @@ def optima(problems: int = exact.PROBLEMS, seed: int = 0) -> None:
         "limits around what its fastest plan needs. Brute force prices every plan: stages, micro-batches, schedules, "
         "virtual stages, meshes, strategies, cuts, every block's level of recomputation, when parameters are gathered. "
         "*missed*: said to be optimal, and something is faster; *bound*, *row*: a bound of all plans, or of one "
-        "configuration's, that a plan is below. *Home*: it holds of plans with model data on the device; *offload*: "
-        f"its home is pinned to the host. Seeds from {seed} on: {found}."
+        "configuration's, that a plan is below; *unfolded*: a plan found with folding is below a bound without, or the "
+        "other way round. *Home*: it holds of plans with model data on the device; *offload*: its home is pinned to "
+        f"the host. Seeds from {seed} on: {found}."
     )
     raw = {**vars(found), "violations": [asdict(each) for each in found.violations]}
     print(record.write("exact", "Exactness", notes, exact.table(found), raw, facts), flush=True)

@@ -22,6 +22,7 @@ from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
 from planner.search.candidates import Candidate
+from planner.search.home_search import NOT_PROVED, NOT_SEARCHED, ON_DEVICE
 from planner.search.search import search
 from tests.planner.plans import Build, whole
 from tests.planner.search.brute_force import BruteForce, Config, Optimum, TooLargeError, best_of
@@ -46,8 +47,7 @@ DEVICES = ((1,), (2,), (2,), (2,), (3,), (4,), (2, 2))
 def searched(graph: Graph, cluster: ClusterSpec, offload: str | None = None) -> Searched | AutoparError:
     """The best plan of all there are, or why the search says that there is none."""
     try:
-        pins = Pins.parse({"offload": offload or "none"})
-        return search(graph, cluster, pins, Training())
+        return search(graph, cluster, Pins.parse({"offload": offload} if offload else None), Training())
     except InfeasibleError as error:
         return error
 
@@ -67,8 +67,20 @@ def config_of(candidate: Candidate, configs: Iterable[Config]) -> Config:
     return next(each for each in configs if each.facts == own.facts)
 
 
+def is_offloaded(found: Searched) -> bool:
+    """Whether a plan's model data has its home on the host."""
+    return found.best.space.training.tier != "device"
+
+
+def is_of_all_homes(found: Searched) -> bool:
+    """Whether what is proved is of plans with model data on the host, too."""
+    return NOT_SEARCHED not in found.left_out and NOT_PROVED not in found.left_out
+
+
 def peak_of(found: Searched) -> int:
     """Bytes of a plan followed."""
+    if is_offloaded(found):
+        return found.working_set().bytes
     return usage(found.assignment).peak_bytes if found.staged is None else found.staged.peak_bytes
 
 
@@ -174,7 +186,8 @@ class Violation:
 
     Attributes:
         what: ``missed`` (said to be optimal), ``bound`` (above the optimum), ``row`` (the same of one configuration),
-            ``better`` (than all there is), ``too large``, ``unfolded``.
+            ``better`` (than all there is), ``too large``, ``unfolded`` (a plan is below the bound of the same search
+            with folding, or without).
         cause: ``home`` where it holds of plans with model data on the device, ``offload`` where the home of model data
             is pinned to the host, else ``search``.
         off: by which part.
@@ -201,6 +214,7 @@ class Tally:
         optimal, open: plans said to be optimal, and with a gap; ``infeasible``: none said to fit; ``staged``: of these
             with micro-batches or stages.
         unfound: searches that found nothing that fits where something does.
+        moved: plans with model data at home on the host, of these that fit.
         offloads: searches with the home of model data pinned to the host.
         above: plans that take longer than the optimum, ``worst_excess`` by which part at most.
         rows: bounds of single configurations that were compared.
@@ -212,6 +226,7 @@ class Tally:
     open: int = 0
     infeasible: int = 0
     staged: int = 0
+    moved: int = 0
     offloads: int = 0
     unfound: int = 0
     above: int = 0
@@ -233,9 +248,9 @@ class Tally:
             f"{self.problems} problems of {self.cases} models on clusters: {self.optimal} optimal, {self.open} open "
             f"(worst gap {self.worst_gap:.1%}); {self.above} above the optimum (worst {self.worst_excess:.1%}); "
             f"{self.infeasible} in which nothing was found that fits, of which something does in {self.unfound}; "
-            f"{self.staged} with micro-batches or stages; {self.offloads} "
-            f"with the host pinned; {self.rows} bounds of configurations; {len(self.violations)} violations; "
-            f"{search_s:.2f} s a search"
+            f"{self.staged} with micro-batches or stages; {self.moved} with their home on the host, and "
+            f"{self.offloads} more searches with it pinned there; {self.rows} bounds of configurations; "
+            f"{len(self.violations)} violations; {search_s:.2f} s a search"
         )
 
 
@@ -260,11 +275,8 @@ class _Check:
         """Tell a violation."""
         self.tally.violations.append(Violation(self.case.seed, self.case.text, self.limit, what, cause, off, text))
 
-    def _compare(self, found: Searched | AutoparError, optimum: Optimum, where: object, cause: str) -> bool:
+    def _compare(self, found: Searched, optimum: Optimum, where: object, cause: str) -> bool:
         """Whether no plan is faster than a search says; else it is told."""
-        if isinstance(found, AutoparError):  # which says that none was found, not that there is none
-            self.tally.unfound += math.isfinite(optimum.time_s)
-            return True
         is_best = found.gap > 0 or self._holds("missed", found.planned_step_s, optimum, where, cause)
         return is_best and self._holds("bound", found.bound_s, optimum, where, cause)
 
@@ -281,40 +293,49 @@ class _Check:
         found = searched(self.case.graph, self.cluster)
         tally.search_s += time.monotonic() - start
         tally.problems += 1
-        config, best = min(self.optima.items(), key=lambda each: each[1].time_s)
-        is_true = self._compare(found, best, config, "search")
-        if isinstance(found, AutoparError):
+        config, on_device = min(self.optima.items(), key=lambda each: each[1].time_s)
+        offloaded = {home: best for (limit, home), best in self.case.offloaded.items() if limit == self.limit}
+        best = min([on_device, *offloaded.values()], key=lambda each: each.time_s)
+        if isinstance(found, AutoparError):  # which says that none was found, not that there is none
             tally.infeasible += 1
-        else:
-            self._count(found, best)
+            tally.unfound += math.isfinite(best.time_s)
+            return
+        self._count(found, best)
+        if ON_DEVICE not in found.left_out:
+            is_true = self._compare(found, on_device, config, "search")
+            if is_true and is_of_all_homes(found):
+                for home, other in offloaded.items():
+                    self._compare(found, other, f"home {home}", "home")
+        if not is_offloaded(found):
             for row in found.candidates:
                 tally.rows += 1
                 own = config_of(row, self.optima)
                 self._holds("row", row.bound_s, self.optima[own], own, "search")
-        for (limit, home), optimum in self.case.offloaded.items():
-            if limit == self.limit and is_true:
-                self._compare(found, optimum, f"home {home}", "home")
 
     def _count(self, found: Searched, best: Optimum) -> None:
         """Count what is found, and see that it is no better than can be."""
-        tally, time_s = self.tally, found.evaluation.time_s
+        tally, step_s = self.tally, found.planned_step_s
         tally.staged += found.staged is not None
+        tally.moved += is_offloaded(found)
         tally.optimal, tally.open = tally.optimal + (found.gap == 0), tally.open + (found.gap > 0)
         tally.worst_gap = max(tally.worst_gap, found.gap)
-        tally.above += time_s > best.time_s * (1 + EXACT)
-        tally.worst_excess = max(tally.worst_excess, time_s / best.time_s - 1)
+        tally.above += step_s > best.time_s * (1 + EXACT)
+        tally.worst_excess = max(tally.worst_excess, step_s / best.time_s - 1)
         if self.limit is not None and peak_of(found) > self.limit:
             self.say("too large", "search", peak_of(found) / self.limit - 1, f"a plan of {peak_of(found)} B")
-        if time_s < best.time_s * (1 - EXACT):
-            self.say("better", "search", 1 - time_s / best.time_s, f"{time_s:.6g} s on {found.best.config}, not {best}")
+        if step_s < best.time_s * (1 - EXACT):
+            self.say("better", "search", 1 - step_s / best.time_s, f"{step_s:.6g} s on {found.best.config}, not {best}")
 
     def of_folding(self) -> None:
-        """Folded is unfolded, of plans that both can have."""
-        folded, unfolded = (in_one_piece(self.case.graph, self.cluster, folding) for folding in (True, False))
-        mine, other = (math.inf if each is None else each.evaluation.time_s for each in (folded, unfolded))
-        if not math.isclose(mine, other, rel_tol=EXACT):
-            off = max(mine, other) / min(mine, other) - 1
-            self.say("unfolded", "search", off, f"folded {mine:.6g} s, unfolded {other:.6g} s")
+        """Neither with folding nor without is a plan found that is below what is proved of the other, of plans that
+        both can have.
+        """
+        plans = [in_one_piece(self.case.graph, self.cluster, folding) for folding in (True, False)]
+        folded, unfolded = ((each.evaluation.time_s, each.bound_s) if each else (math.inf, 0.0) for each in plans)
+        least_s, proved_s = min(folded[0], unfolded[0]), max(folded[1], unfolded[1])
+        if least_s < proved_s * (1 - EXACT):
+            text = f"{least_s:.6g} s found, and {proved_s:.6g} s proved: folded {folded}, unfolded {unfolded}"
+            self.say("unfolded", "search", proved_s / least_s - 1, text)
 
     def of_offload(self) -> None:
         """The same with the home of model data pinned to the host."""
@@ -322,7 +343,10 @@ class _Check:
             if limit == self.limit:
                 self.tally.offloads += 1
                 found = searched(self.case.graph, self.cluster, PINS[home])
+                if isinstance(found, AutoparError):
+                    self.tally.unfound += math.isfinite(best.time_s)
+                    continue
                 self._compare(found, best, f"home {home}", "offload")
-                step_s = math.inf if isinstance(found, AutoparError) else found.planned_step_s
+                step_s = found.planned_step_s
                 if step_s < best.time_s * (1 - EXACT):
                     self.say("better", "offload", 1 - step_s / best.time_s, f"{step_s:.6g} s, not {best}")

@@ -34,8 +34,6 @@ from tests.planner.search.brute_force_offload import best_offloaded
 from tests.planner.search.one_space import Case, Tally, check, drawn
 
 SEEDS = (34, 36, 46, 69, 74, 98, 101, 123, 127, 206, 290, 370)
-KNOWN = {"home"}
-"""What does not hold yet. A search leaves the host alone unless that is pinned, or nothing fits on the device."""
 
 
 @functools.cache
@@ -50,7 +48,7 @@ def test_what_a_search_says_is_what_brute_force_says(seed: int) -> None:
     case, tally = case_of(seed), Tally()
     check(case, tally)
     assert tally.problems == len(case.limits) and tally.rows + tally.infeasible
-    assert not [str(each) for each in tally.violations if each.cause not in KNOWN]
+    assert not [str(each) for each in tally.violations]
     assert tally.unfound <= (seed == 206)
 
 
