@@ -64,7 +64,7 @@ def _at(home: Offload, context: SearchContext, deadline: float) -> SearchContext
     context.say(f"nothing fits with all model data on the device: trying 'offload' {home!r}")
     training = replace(context.training, tier=TIERS[home])
     pins, deadline = replace(context.pins, offload=home), max(context.deadline, deadline)
-    return context.anew(pins=pins, training=training, deadline=deadline, formulated={})
+    return replace(context, pins=pins, training=training, deadline=deadline, formulated={})
 
 
 def _may_fit(context: SearchContext, graph: Graph) -> bool:
