@@ -6,7 +6,7 @@ lower bound on the step time of all its plans, with any amount of recomputation.
 evaluated next, always more closely (:mod:`planner.search.candidate_evaluation`), until its plan is found or its bound
 reaches the best plan known; then every other bound does too, and nothing better can exist. Where there are many, usual
 shapes and those near the best plan's come first, and the evaluation of a candidate that was begun takes turns with that
-of any: there may not be time for all.
+of any: there may not be time for all. Several are under way at a time (:mod:`planner.search.evaluations`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.certificate import ROUNDING
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.unsharding import PER_STEP
-from planner.search.candidate_evaluation import LIKELY, doubt_of, evaluate_candidate, is_likely, raised
+from planner.search.candidate_evaluation import LIKELY, doubt_of, is_likely, raised
 from planner.search.candidates import (
     PROVED,
     Branch,
     Candidate,
+    FoundPlan,
     Incumbent,
     begin,
     begin_together,
@@ -43,6 +44,7 @@ from planner.search.candidates import (
     is_near,
     is_reached,
 )
+from planner.search.evaluations import AHEAD, Evaluations
 from planner.search.parallel_config import Arithmetic, ParallelConfig, batch_of, seeds
 from planner.search.pipeline_refinement import refined
 from planner.search.search_context import SearchContext
@@ -253,7 +255,7 @@ def _best_first(
     context: SearchContext,
     decision_graph: DecisionGraph,
     configs: tuple[ParallelConfig, ...],
-    best: Incumbent | None,
+    known: Incumbent | None,
 ) -> tuple[Incumbent | None, list[Branch]]:
     """Best first over the configurations, starting from the best plan known; what became of each, in their order."""
     arithmetic, schedule = Arithmetic(decision_graph, context.cost, context.training), context.pins.schedule
@@ -265,32 +267,37 @@ def _best_first(
     ordered, larger = seeds(configs, context.cost.cluster, decision_graph.graph) if is_split else ([], set())
     first = {config: number for number, config in enumerate(ordered)}
     closed, turns, likely_s = list[Branch](), itertools.count(), dict[ParallelConfig, float]()
-    while waiting:
-        is_late = context.is_late()
-        if best is not None and is_late:
-            closed += [close(each, best) for branch in waiting for each in branch.every]
-            break
-        waiting = [raised(context, branch) for branch in waiting]
-        over = [is_near(context, branch, best) or is_reached(branch.bound_s, best) for branch in waiting]
-        closed += [close(each, best) for branch in itertools.compress(waiting, over) for each in branch.every]
-        waiting = [branch for branch, is_over in zip(waiting, over, strict=True) if not is_over]
-        if not waiting:
-            break
-        chosen = _of_turn(waiting, next(turns), best)
-        branch = min(chosen, key=lambda branch: _priority(branch, first, larger, likely_s, best))
-        waiting = [each for each in waiting if each is not branch]
-        if is_late and branch.formulated is None and len(closed) + 1 < len(configs):
-            closed += [close(each, best) for each in branch.every]
-            continue
-        for each in evaluate_candidate(context, decision_graph, branch, best):
-            known, best = best, better(best, each)
-            if best is not None and best is not known:
-                context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
-            (closed if each.is_done else waiting).append(each)
-            # Where a schedule is too slow because it does not fit, another one may.
-            if each.likely_s and not is_reached(each.candidate.bound_s, best):
-                config = each.candidate.config
-                likely_s[config] = min(likely_s.get(config, math.inf), each.expected_s)
+    best = known if known is None else known.found
+    with Evaluations(context, decision_graph) as under_way:
+        while waiting or under_way.branches:
+            is_late = context.is_late()
+            if best is not None and is_late:
+                left = (*waiting, *under_way.branches)
+                closed += [close(each, best) for branch in left for each in branch.every]
+                break
+            waiting = [raised(under_way.free_s, branch) for branch in waiting]
+            over = [is_near(context, branch, best) or is_reached(branch.bound_s, best) for branch in waiting]
+            closed += [close(each, best) for branch in itertools.compress(waiting, over) for each in branch.every]
+            waiting = [branch for branch, is_over in zip(waiting, over, strict=True) if not is_over]
+            while waiting and len(under_way.branches) < (1 if best is None else AHEAD):
+                chosen = _of_turn(waiting, next(turns), best)
+                branch = min(chosen, key=lambda branch: _priority(branch, first, larger, likely_s, best))
+                waiting = [each for each in waiting if each is not branch]
+                if is_late and not branch.is_by_itself and len(closed) + 1 < len(configs):
+                    closed += [close(each, best) for each in branch.every]
+                    continue
+                if branch.pipeline is None:
+                    context.say(f"mesh {branch.candidate.config}")
+                under_way.begin(branch, best)
+            for each in under_way.next() if under_way.branches else ():
+                before, best = best, better(best, each)
+                if best is not None and best is not before:
+                    context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
+                (closed if each.is_done else waiting).append(each)
+                # Where a schedule is too slow because it does not fit, another one may.
+                if each.likely_s and not is_reached(each.candidate.bound_s, best):
+                    config = each.candidate.config
+                    likely_s[config] = min(likely_s.get(config, math.inf), each.expected_s)
     order = {(each.stages, each.mesh): number for number, each in enumerate(configs)}
 
     def place(branch: Branch) -> tuple[int, bool, int]:
@@ -298,10 +305,12 @@ def _best_first(
         virtual_stages = branch.pipeline.virtual_stages if branch.pipeline is not None else 0
         return order[config.stages, config.mesh], not config.unsharding.once_per_step, virtual_stages
 
-    return best, sorted(closed, key=place)
+    if best is not None and (known is None or best is not known.found):
+        known = best.incumbent(context, decision_graph)
+    return known, sorted(closed, key=place)
 
 
-def _of_turn(waiting: list[Branch], turn: int, best: Incumbent | None) -> list[Branch]:
+def _of_turn(waiting: list[Branch], turn: int, best: FoundPlan | None) -> list[Branch]:
     """Those of which one is evaluated next: configurations that were not begun, pipelines that are likely to be faster,
     and other pipelines take turns.
     """
@@ -316,7 +325,7 @@ def _priority(
     first: Mapping[ParallelConfig, int],
     larger: Collection[ParallelConfig],
     likely_s: Mapping[ParallelConfig, float],
-    best: Incumbent | None,
+    best: FoundPlan | None,
 ) -> tuple[float, ...]:
     """The least is evaluated next: pipelines beside the best plan's, and other schedules of what was solved, that may
     be faster by more than :data:`LIKELY`; ``first``; configurations near the best plan's; then by what is expected.

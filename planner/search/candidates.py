@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from planner.analysis.pipeline.staged import Staged
+from planner.analysis.pipeline.staged import Staged, price
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.search_space import Space
 from planner.ir.layout import Mesh
 from planner.search.parallel_config import ParallelConfig
-from planner.search.pipeline_bounds import PipelineBounds
 from planner.search.search_context import SearchContext
-from planner.solve.pipeline.stages import Pipeline
+from planner.solve.pipeline.stages import Cut, Pipeline
 from planner.solve.problem import Evaluation
 
 PROVED = 1e-6
@@ -90,6 +90,34 @@ class Incumbent:
         """What it costs."""
         return self.staged.evaluation
 
+    @cached_property
+    def found(self) -> FoundPlan:
+        """The same without what its decisions say."""
+        return FoundPlan.of(self.config, self.choices, self.staged)
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """A plan that was found: choices of a configuration, and how they run; and what it costs."""
+
+    config: ParallelConfig
+    choices: tuple[int, ...]
+    pipeline: Pipeline
+    cut: Cut
+    prefetch: bool
+    evaluation: Evaluation
+
+    @classmethod
+    def of(cls, config: ParallelConfig, choices: tuple[int, ...], staged: Staged) -> FoundPlan:
+        """That of choices that run so."""
+        return cls(config, choices, staged.pipeline, staged.cut, staged.prefetch, staged.evaluation)
+
+    def incumbent(self, context: SearchContext, decision_graph: DecisionGraph) -> Incumbent:
+        """The same with all that its decisions say."""
+        space = context.formulate(decision_graph, self.config)
+        links = context.links(space, self.choices)
+        return Incumbent(space, self.choices, price(links, self.pipeline, self.cut, self.prefetch))
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -100,13 +128,13 @@ class Branch:
     have at most as many and too few samples for the ranks, if it has too few.
 
     ``is_priced`` once its relaxation is proved, ``is_sought`` once a pipeline was cut; ``met`` are choices that solve
-    the relaxation of a pipeline, ``bounds`` what that is of, and ``likely_s`` what it takes with those, or at least
-    where packing proved enough of it;
+    the relaxation of a pipeline, ``bounded_by`` the configuration with whose costs that is, which may have fewer
+    micro-batches, and ``likely_s`` what it takes with those, or at least where packing proved enough of it;
     ``best`` is the best plan found there.
     """
 
     candidate: Candidate
-    formulated: Space | None = None
+    bounded_by: ParallelConfig | None = None
     is_priced: bool = False
     is_sought: bool = False
     others: tuple[Branch, ...] = ()
@@ -115,15 +143,13 @@ class Branch:
     scarce: tuple[ParallelConfig, ...] = ()
     pipeline: Pipeline | None = None
     likely_s: float = 0.0
-    bounds: PipelineBounds | None = None
     met: tuple[tuple[int, ...], ...] = ()
-    best: Incumbent | None = None
+    best: FoundPlan | None = None
 
     @property
-    def space(self) -> Space:
-        """Its decisions, once it was evaluated."""
-        assert self.formulated is not None
-        return self.formulated
+    def is_by_itself(self) -> bool:
+        """Whether it is bounded with its own costs."""
+        return self.bounded_by == self.candidate.config
 
     @cached_property
     def every(self) -> tuple[Branch, ...]:
@@ -138,7 +164,7 @@ class Branch:
     @cached_property
     def expected_s(self) -> float:
         """Seconds that its plans may take: its bound, or unless waiting is in it that of a pipeline of even stages."""
-        if self.likely_s and self.formulated is not None:
+        if self.likely_s and self.is_by_itself:
             return max(self.candidate.bound_s, self.likely_s)
         if self.likely_s:
             return self.likely_s * self.doubt * self.growth
@@ -172,7 +198,7 @@ def together(branches: Iterable[Branch]) -> Branch:
     return replace(least, others=tuple(others))
 
 
-def better(best: Incumbent | None, branch: Branch) -> Incumbent | None:
+def better(best: FoundPlan | None, branch: Branch) -> FoundPlan | None:
     """The best plan known, or a branch's that is faster."""
     if branch.best is None:
         return best
@@ -181,7 +207,7 @@ def better(best: Incumbent | None, branch: Branch) -> Incumbent | None:
     return branch.best
 
 
-def close(branch: Branch, best: Incumbent | None) -> Branch:
+def close(branch: Branch, best: FoundPlan | None) -> Branch:
     """A branch that is evaluated no further."""
     candidate = branch.candidate
     if math.isinf(candidate.bound_s):
@@ -193,25 +219,25 @@ def close(branch: Branch, best: Incumbent | None) -> Branch:
     else:
         is_known = branch.is_priced or branch.likely_s > 0.0
         status = "feasible" if branch.best else "none found" if is_known else "not tried"
-    return replace(branch, candidate=replace(candidate, status=status), bounds=None)
+    return replace(branch, candidate=replace(candidate, status=status))
 
 
-def target_s(best: Incumbent) -> float:
+def target_s(best: FoundPlan | Incumbent) -> float:
     """Only plans below this are worth seeking: half of what counts as proved, so that reaching it proves."""
     return best.evaluation.time_s * (1 - PROVED / 2)
 
 
-def cutoff_s(context: SearchContext, best: Incumbent | None) -> float:
+def cutoff_s(context: SearchContext, best: FoundPlan | Incumbent | None) -> float:
     """Seconds of a step from which on plans are not looked for: none would be faster by more than the gap."""
     return math.inf if best is None else min(target_s(best), best.evaluation.time_s * (1 - context.gap))
 
 
-def is_near(context: SearchContext, branch: Branch, best: Incumbent | None) -> bool:
+def is_near(context: SearchContext, branch: Branch, best: FoundPlan | Incumbent | None) -> bool:
     """Whether a branch need not be searched: it is bounded, and no plan of it can be faster by more than the gap."""
     is_bounded = branch.is_priced or branch.likely_s > 0.0
     return is_bounded and best is not None and branch.candidate.bound_s >= best.evaluation.time_s * (1 - context.gap)
 
 
-def is_reached(bound_s: float, best: Incumbent | None) -> bool:
+def is_reached(bound_s: float, best: FoundPlan | Incumbent | None) -> bool:
     """Whether a bound leaves nothing that would beat the best plan."""
     return math.isinf(bound_s) or (best is not None and bound_s >= target_s(best))

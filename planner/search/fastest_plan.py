@@ -15,6 +15,7 @@ from planner.analysis.offload.step_timing import WorkingSet, largest_working_set
 from planner.analysis.pipeline.staged import THOROUGH, stage, waiting
 from planner.formulation.assignment import assignment_of
 from planner.formulation.decisions import DecisionGraph
+from planner.formulation.search_space import Space
 from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound, completed
 from planner.search.candidates import Branch, Candidate, Incumbent
 from planner.search.infeasibility import MinMemoryPlan, check_micro_batches, free_s, nothing_fits
@@ -45,59 +46,61 @@ def fastest(
 def _of_minimum_memory(context: SearchContext, decision_graph: DecisionGraph, nothing: NothingFits) -> Searched:
     """Of the minimum-memory plans the fastest that fits."""
     begun = _begun(nothing.folded)
-    check_micro_batches(begun)
-    least = min_memory_plans(context, begun)
+    spaces = [context.formulate(decision_graph, each.config) for each in begun]
+    check_micro_batches(spaces)
+    least = min_memory_plans(context, decision_graph, begun)
     fitting = [plan.best for plan in least if plan.bytes <= context.usable_bytes]
     if not fitting:
         raise nothing_fits(context, decision_graph.graph, nothing.branches, least)
     best = refined(context, min(fitting, key=lambda each: each.evaluation.time_s), {})
     bounds = {each.config: each.bound_s for each in nothing.rows}
-    bounds |= {branch.candidate.config: free_s(branch) for branch in begun}
+    bounds |= {each.config: free_s(space) for each, space in zip(begun, spaces, strict=True)}
     row = Candidate(best.config, "feasible", math.inf, bounds[best.config], 0)
     others = (each for each in nothing.rows if each.config != best.config)
     return completed(context, best, [row.costing(best.evaluation), *others], bounds.values()).followed()
 
 
-def _begun(branches: list[Branch]) -> list[Branch]:
-    """A branch of each configuration that was begun, in the order of what they need at least."""
-    found: dict[ParallelConfig, Branch] = {}
+def _begun(branches: list[Branch]) -> list[Candidate]:
+    """Each configuration that was bounded by itself, in the order of what they need at least."""
+    found: dict[ParallelConfig, Candidate] = {}
     for branch in sorted(branches, key=lambda branch: branch.candidate.peak_bytes):
-        if branch.formulated is not None:
-            found.setdefault(branch.candidate.config, branch)
+        if branch.is_by_itself:
+            found.setdefault(branch.candidate.config, branch.candidate)
     return list(found.values())
 
 
-def min_memory_plans(context: SearchContext, branches: list[Branch]) -> list[MinMemoryPlan]:
-    """Plans that need little memory, of branches of different configurations, as far as there is time; those that
-    cannot need as little as one found, nor fit, are left out.
+def min_memory_plans(
+    context: SearchContext, decision_graph: DecisionGraph, candidates: list[Candidate]
+) -> list[MinMemoryPlan]:
+    """Plans that need little memory, of different configurations, as far as there is time; those that cannot need as
+    little as one found, nor fit, are left out.
     """
     until = min(context.deadline, time.monotonic() + LONGEST_S)
     found: list[MinMemoryPlan] = []
-    for branch in branches:
+    for each in candidates:
         if found and time.monotonic() > until:
             break
         worth = max(min((plan.bytes for plan in found), default=2**63), context.usable_bytes)
-        if branch.candidate.peak_bytes <= worth:
-            found += _plans_of(context, branch)
+        if each.peak_bytes <= worth:
+            found += _plans_of(context, each.config, context.formulate(decision_graph, each.config))
     return found
 
 
-def _plans_of(context: SearchContext, branch: Branch) -> Iterator[MinMemoryPlan]:
+def _plans_of(context: SearchContext, config: ParallelConfig, whole: Space) -> Iterator[MinMemoryPlan]:
     """Of one configuration: with the least sum of bytes, and nearly so, since what such choices save they may lose in
     reshardings; saving what fits, or else as little as can be.
     """
-    config, limit_bytes = branch.candidate.config, context.limit_bytes
-    space = branch.space.holding(config.in_flight)
+    limit_bytes, space = context.limit_bytes, whole.holding(config.in_flight)
     problem = space.problem(None, context.levels.ends(space.folded)[1])
     for choices in dict.fromkeys((*almost_lightest(problem, SLACKS, math.inf), *corners(problem))):
-        links = context.links(branch.space, choices)
+        links = context.links(whole, choices)
         wanted = context.pipelines(config, len(links))
         staged = stage(links, wanted, limit_bytes, effort=THOROUGH)
         if staged is None:
             staged = stage([link.least_memory for link in links], wanted, None)
             staged = waiting(staged) if staged is not None and config.micro_batched else staged
         if staged is not None:
-            yield _needing(context, Incumbent(branch.space, choices, staged))
+            yield _needing(context, Incumbent(whole, choices, staged))
 
 
 def _needing(context: SearchContext, best: Incumbent) -> MinMemoryPlan:

@@ -109,7 +109,7 @@ def _leaving_out(what: str, found: Searched) -> Searched:
 def _at(home: Offload, context: SearchContext, deadline: float) -> SearchContext:
     """The context of a search with another home."""
     training, pins = replace(context.training, tier=TIERS[home]), replace(context.pins, offload=home)
-    return context.anew(pins=pins, training=training, deadline=deadline)
+    return replace(context, pins=pins, training=training, deadline=deadline)
 
 
 def _may_fit(context: SearchContext, graph: Graph) -> bool:

@@ -35,15 +35,15 @@ class MinMemoryPlan:
         return self.needed.bytes
 
 
-def free_s(branch: Branch) -> float:
-    """Seconds that plans of a branch that was begun take at least, whatever memory there is; infinite: none runs."""
-    return lower_bounds(branch.space.problem(None)).time_s
+def free_s(space: Space) -> float:
+    """Seconds that plans of a configuration take at least, whatever memory there is; infinite: none runs."""
+    return lower_bounds(space.problem(None)).time_s
 
 
-def check_micro_batches(begun: list[Branch]) -> None:
-    """Refuse micro-batches where no configuration that was begun has a plan, whatever it needs of memory."""
-    if begun and all(math.isinf(free_s(branch)) for branch in begun):
-        space = min(begun, key=lambda branch: branch.candidate.config.mesh.size).space
+def check_micro_batches(spaces: list[Space]) -> None:
+    """Refuse micro-batches where no configuration has a plan, whatever it needs of memory."""
+    if spaces and all(math.isinf(free_s(space)) for space in spaces):
+        space = min(spaces, key=lambda space: space.mesh.size)
         reason = what_forbids(space) or (
             "its operators ask for it in ways that go together with none, or inputs differ in dim 0"
         )

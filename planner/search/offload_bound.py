@@ -42,7 +42,7 @@ def least_step_s(
     before = time.monotonic()
     context.say("proving what steps take at least, whatever moves when")
     training = replace(context.training, hides_transfers=True, activations=0)
-    alike = apart = context.anew(training=training, spare_bytes=0)
+    alike = apart = replace(context, training=training, spare_bytes=0)
     instances = decision_graph
     if may_differ(decision_graph.folded):
         apart, instances = alike.apart(decision_graph.blocks.numbers), unfolded(decision_graph)

@@ -102,7 +102,7 @@ def _staying_or_leaving(context: SearchContext, decision_graph: DecisionGraph, c
             raise
     if stays is not None and (context.is_late() or not _is_short_of_room(context, stays)):
         return stays
-    context = context.anew(training=replace(context.training, activations="all"))
+    context = replace(context, training=replace(context.training, activations="all"))
     try:
         leaves = _planned(context, decision_graph, configs)
     except InfeasibleError:
@@ -136,7 +136,7 @@ def _fitting(context: SearchContext, decision_graph: DecisionGraph, configs: Par
         if excess <= 0:
             return found
         limit = context.limit_bytes - (1 + (context.limit_bytes - found.evaluation.peak_bytes) // excess) * excess
-        context = context.anew(spare_bytes=usable - limit)
+        context = replace(context, spare_bytes=usable - limit)
 
 
 def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: Searched) -> Searched:
@@ -195,7 +195,7 @@ def _with_room(context: SearchContext) -> SearchContext:
     """The search context; with all the memory there is where what is saved may leave, since to the search it stays."""
     if not context.training.activations:
         return context
-    return context.anew(spare_bytes=context.usable_bytes - ENDLESS)
+    return replace(context, spare_bytes=context.usable_bytes - ENDLESS)
 
 
 def _leaving_room(
@@ -211,7 +211,9 @@ def _leaving_room(
     for share in ROOM:
         if context.is_late():
             break
-        smaller = branch_and_bound(context.anew(spare_bytes=usable - int(share * most_bytes)), decision_graph, configs)
+        smaller = branch_and_bound(
+            replace(context, spare_bytes=usable - int(share * most_bytes)), decision_graph, configs
+        )
         if isinstance(smaller, NothingFits):
             break
         smaller = smaller.followed()

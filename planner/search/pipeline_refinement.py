@@ -40,9 +40,9 @@ def refined(context: SearchContext, best: Incumbent, bounds_s: Mapping[ParallelC
     before, config = time.monotonic(), best.config
     best = _cut_well(context, best)
     for each in (replace(config, unsharding=unsharding) for unsharding in (PER_STEP, PER_MICRO_BATCH)):
-        space = context.formulated.get((best.space.decision_graph, each, context.training))
-        if space is not None and bounds_s.get(each, 0.0) < cutoff_s(context, best):
-            best = _refine(context, space, each, best)
+        least_s = bounds_s.get(each, 0.0 if each == config else math.inf)
+        if least_s < cutoff_s(context, best) and not context.is_late():
+            best = _refine(context, context.formulate(best.space.decision_graph, each), each, best)
     context.took("solve", before)
     return best
 
@@ -51,7 +51,7 @@ def _refine(context: SearchContext, space: Space, config: ParallelConfig, best: 
     """The best plan, or a faster one of a space."""
     ends, held = context.levels.ends(space.folded), space.holding(config.in_flight)
     problem = held.problem(None, ends[0])
-    if most_bytes(problem) <= context.limit_bytes or context.is_late():
+    if most_bytes(problem) <= context.limit_bytes:
         return best
     for choices in corners(problem):
         if not context.is_late() and evaluate(problem, choices).time_s < best.evaluation.time_s:

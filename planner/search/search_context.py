@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from planner.analysis.pipeline.chain import Link, links_of
 from planner.base.errors import PinError
@@ -25,7 +24,6 @@ from planner.formulation.training import Training
 from planner.ops.sharding_rule import Rule
 from planner.search.parallel_config import ParallelConfig, pipelines_of, schedules
 from planner.search.pipeline_bounds import PipelineBounds, least_send_s
-from planner.solve.pipeline.master import Paths
 from planner.solve.pipeline.stages import Pipeline
 
 Progress = Callable[[str], None]
@@ -37,10 +35,8 @@ class SearchContext:
 
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
-    ``formulated`` the space of each configuration of a model and its training, ``paths`` those of the schedule of each
-    pipeline, ``own_bounds`` those of configurations by themselves, ``free_s`` what plans take if memory and waiting
-    cost nothing, by micro-batches, ``typical`` what solves the problem of a typical rank, and ``chains`` those of
-    choices. A plan may take ``memory_bytes`` of a device; ``None``: all that it can use.
+    ``formulated`` the space of each configuration of a model and its training, and ``chains`` those of choices. A plan
+    may take ``memory_bytes`` of a device; ``None``: all that it can use.
     """
 
     cost: CostModel
@@ -55,10 +51,6 @@ class SearchContext:
     gap: float = 0.0
     known: dict[str, Labels] = field(default_factory=dict)
     formulated: dict[tuple[DecisionGraph, ParallelConfig, Training], Space] = field(default_factory=dict)
-    paths: dict[Pipeline, Paths] = field(default_factory=dict)
-    own_bounds: dict[ParallelConfig, PipelineBounds] = field(default_factory=dict)
-    free_s: dict[object, dict[int, float]] = field(default_factory=dict)
-    typical: dict[Space, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     chains: dict[tuple[Space, tuple[int, ...]], tuple[Link, ...]] = field(default_factory=dict)
     stored: StoredLayouts | None = None
     memory_bytes: int | None = None
@@ -75,11 +67,7 @@ class SearchContext:
 
     def within(self, memory_bytes: int, deadline: float) -> SearchContext:
         """The same search within other memory."""
-        return self.anew(memory_bytes=memory_bytes, deadline=deadline, seconds={"build": 0.0, "solve": 0.0})
-
-    def anew(self, **changes: Any) -> SearchContext:
-        """The search with other limits or training: what does not depend on them stays known."""
-        return replace(self, own_bounds={}, free_s={}, typical={}, **changes)
+        return replace(self, memory_bytes=memory_bytes, deadline=deadline, seconds={"build": 0.0, "solve": 0.0})
 
     def apart(self, numbers: Sequence[tuple[int, int]]) -> SearchContext:
         """The same search where equal blocks may differ, which makes of each a kind of its own.
@@ -88,7 +76,7 @@ class SearchContext:
             numbers: of every block, its kind and which of its kind it is.
         """
         levels = self.levels.of_kinds({number: kind for number, (kind, _) in enumerate(numbers)})
-        return self.anew(levels=levels, chains={})
+        return replace(self, levels=levels, chains={})
 
     def labels(self, decision_graph: DecisionGraph, label: str) -> Labels:
         """:func:`planner.formulation.constraints.labels.label_blocks`, found once."""
@@ -128,10 +116,7 @@ class SearchContext:
         """Bounds of the pipelines of one configuration, and of those with a multiple of its micro-batches."""
         space = self.formulate(decision_graph, config)
         waits = self.pins.schedule not in OUT_OF_ORDER
-        found = PipelineBounds(StageCosts(space, self.levels), self.limit_bytes, least_send_s(space), waits)
-        if self.is_even:
-            self.free_s.setdefault(config.any_micro_batches, {})[config.mesh.micro_batches] = found.free_s
-        return found
+        return PipelineBounds(StageCosts(space, self.levels), self.limit_bytes, least_send_s(space), waits)
 
     @property
     def is_even(self) -> bool:

@@ -13,7 +13,7 @@ that fits takes at least what its blocks cost under them, each where it is cheap
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -120,9 +120,14 @@ class Paths:
         """Seconds of the simulated schedule; so many of its longest paths are among those found from then on."""
         p = self.pipeline
         seconds, paths = several_critical(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, times, count)
+        self.add(paths)
+        return seconds
+
+    def add(self, paths: Iterable[Path]) -> int:
+        """Add those that are not among the found ones yet; how many these are then."""
         known = {path.work.tobytes() for path in self.found}
         self.found += {path.work.tobytes(): path for path in paths if path.work.tobytes() not in known}.values()
-        return seconds
+        return len(self.found)
 
 
 class Master:

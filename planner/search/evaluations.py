@@ -1,0 +1,186 @@
+"""Evaluations of candidates that are under way: here, and in processes beside this one where there are more cores.
+
+All candidates of the same stages and mesh are evaluated by one process, in the order in which they were begun, and what
+is known of them stays there (:class:`planner.search.candidate_evaluation.Evaluator`). So many are under way at a time
+as :data:`AHEAD` says, and their results are taken in the order in which they were begun. What a search finds thus
+depends neither on the number of processes, nor on how fast they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillAtWork
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from planner.base.host import cores
+from planner.formulation.decisions import DecisionGraph
+from planner.search.candidate_evaluation import Evaluated, Evaluator, FreeSeconds
+from planner.search.candidates import Branch, FoundPlan
+from planner.search.parallel_config import ParallelConfig
+from planner.search.search_context import SearchContext
+from planner.solve.pipeline.master import Paths
+from planner.solve.pipeline.simulate import Path
+from planner.solve.pipeline.stages import Pipeline
+
+AHEAD = 8
+"""So many evaluations are under way at most; more processes would have nothing to do."""
+WORTHWHILE_S = 0.3
+"""A search that takes no longer has no other processes: one is ready after about as long."""
+
+
+Asked: TypeAlias = tuple[Branch, FoundPlan | None, tuple[Path, ...]]
+"""The arguments of :meth:`Evaluator.evaluate`."""
+
+
+class Evaluations:
+    """Evaluations of branches, begun one by one, the results of which are taken in the same order.
+
+    Used as a context, which ends the processes.
+
+    Attributes:
+        free_s: of all whose results were taken.
+    """
+
+    def __init__(self, context: SearchContext, decision_graph: DecisionGraph):
+        self._context, self._decision_graph = context, decision_graph
+        self._evaluator, self.free_s = Evaluator(context, decision_graph), FreeSeconds()
+        self._since = time.monotonic()
+        self._processes: list[_Process] | None = None
+        self._places: dict[object, _Process | None] = {}
+        self._under_way: deque[_Evaluation] = deque()
+        self._paths: dict[Pipeline, Paths] = {}
+
+    def __enter__(self) -> Evaluations:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes or ():
+            process.end()
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Those that are under way."""
+        return tuple(each.branch for each in self._under_way)
+
+    def begin(self, branch: Branch, best: FoundPlan | None) -> None:
+        """Begin to evaluate a branch once more, where this is the best plan known."""
+        paths = None if branch.pipeline is None else self._paths.get(branch.pipeline)
+        asked = branch, best, () if paths is None else tuple(paths.found)
+        process = self._place(branch.candidate.config)
+        self._under_way.append(_Evaluation(asked, process, None if process is None else process.ask(asked)))
+
+    def next(self) -> tuple[Branch, ...]:
+        """What became of the one that was begun first; nothing yet if the time limit passes meanwhile."""
+        first = self._under_way[0]
+        while first.answer is not None and not first.answer.done():
+            mine = next((each for each in self._under_way if each.process is None and each.found is None), None)
+            if mine is not None:
+                mine.found = self._evaluator.evaluate(*mine.asked)
+            elif not self._wait(first.answer):
+                return ()
+        self._under_way.popleft()
+        found = first.found or self._answered(first)
+        self.free_s[first.branch.candidate.config.any_micro_batches] = found.free_s
+        if first.branch.pipeline is not None:
+            self._paths.setdefault(first.branch.pipeline, Paths(first.branch.pipeline)).add(found.paths)
+        return found.branches
+
+    def _wait(self, answer: Future[Evaluated | None]) -> bool:
+        """Whether there is an answer before the time limit; once that has passed, when there is one."""
+        before = time.monotonic()
+        left_s = self._context.deadline - before
+        with contextlib.suppress(StillAtWork, OSError, EOFError, pickle.UnpicklingError):
+            answer.result(left_s if left_s > 0.0 else None)
+        self._context.took("solve", before)
+        return answer.done()
+
+    def _answered(self, evaluation: _Evaluation) -> Evaluated:
+        """What an evaluation found; made here where a process failed, which raises what it raised there."""
+        answer: Evaluated | None = None
+        if evaluation.answer is not None:
+            with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+                answer = evaluation.answer.result()
+        return answer or self._evaluator.evaluate(*evaluation.asked)
+
+    def _place(self, config: ParallelConfig) -> _Process | None:
+        """The process that evaluates what has these stages and this mesh; ``None``: this one."""
+        key = config.stages, config.mesh.micro_batched(1)
+        if key not in self._places:
+            if self._processes is None and time.monotonic() - self._since > WORTHWHILE_S:
+                self._processes = _processes(self._context, self._decision_graph)
+            busy, known = Counter(each.process for each in self._under_way), Counter(self._places.values())
+            places = (*(self._processes or ()), None)
+            self._places[key] = min(places, key=lambda each: (busy[each], known[each]))
+        return self._places[key]
+
+
+@dataclass
+class _Evaluation:
+    """One that is under way: in a process that owes an ``answer``, or here, once ``found``."""
+
+    asked: Asked
+    process: _Process | None
+    answer: Future[Evaluated | None] | None
+    found: Evaluated | None = None
+
+    @property
+    def branch(self) -> Branch:
+        return self.asked[0]
+
+
+def _processes(context: SearchContext, decision_graph: DecisionGraph) -> list[_Process]:
+    """A process for each other core; none where none can be started."""
+    asked = replace(context, progress=None, seconds={}, known={}, formulated={}, chains={})
+    others = min(cores(), AHEAD) - 1
+    if others < 1 or not sys.executable:
+        return []
+    try:
+        setup = pickle.dumps((asked, decision_graph), pickle.HIGHEST_PROTOCOL)
+        return [_Process(setup) for _ in range(others)]
+    except (OSError, pickle.PicklingError, AttributeError, TypeError):
+        return []
+
+
+class _Process:
+    """Another process that evaluates, :mod:`planner.search.evaluating_process`; asked on a thread of its own."""
+
+    def __init__(self, setup: bytes):
+        code = f"import sys; sys.path[:] = {sys.path!r}; from planner.search.evaluating_process import run; run()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        )
+        self._thread = ThreadPoolExecutor(1)
+        self._thread.submit(self._send, setup)
+
+    def ask(self, asked: Asked) -> Future[Evaluated | None]:
+        """Have a branch evaluated, after those that it was asked before."""
+        return self._thread.submit(self._answer, asked)
+
+    def end(self) -> None:
+        """End it, whatever it is at."""
+        self._process.kill()
+        self._thread.shutdown(cancel_futures=True)
+        with contextlib.suppress(OSError):  # what was not sent
+            self._process.communicate()
+
+    def _answer(self, asked: Asked) -> Evaluated | None:
+        assert self._process.stdout is not None
+        self._send(pickle.dumps(asked, pickle.HIGHEST_PROTOCOL))
+        answer: Evaluated | None = pickle.load(self._process.stdout)
+        return answer
+
+    def _send(self, sent: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(sent)
+        self._process.stdin.flush()

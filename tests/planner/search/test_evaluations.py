@@ -1,0 +1,111 @@
+"""Evaluations in several processes find what one finds, whatever becomes of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from planner.formulation.constraints.pins import Pins
+from planner.formulation.training import Training
+from planner.search import evaluations
+from planner.search.branch_and_bound import Searched
+from planner.search.candidate_evaluation import Evaluated, Evaluator
+from planner.search.candidates import Branch
+from planner.search.evaluations import Asked, Evaluations
+from planner.search.search import search
+from tests.planner.plans import cluster, residual_mlp
+
+GRAPH = residual_mlp(layers=6, batch=64)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[evaluations._Process]]:
+    """Two processes beside this one, from the first evaluation of each search on; those that were started."""
+    started = list[evaluations._Process]()
+
+    class Known(evaluations._Process):
+        def __init__(self, setup: bytes):
+            super().__init__(setup)
+            started.append(self)
+
+    monkeypatch.setattr(evaluations, "_Process", Known)
+    monkeypatch.setattr(evaluations, "cores", lambda: 3)
+    monkeypatch.setattr(evaluations, "WORTHWHILE_S", -1.0)
+    yield started
+    assert started
+    assert all(each._process.poll() is not None for each in started), "a process outlived the search"
+
+
+def searched() -> Searched:
+    return search(GRAPH, cluster(8), Pins(), Training())
+
+
+def alone() -> Searched:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluations, "cores", lambda: 1)
+        return searched()
+
+
+def told(found: Searched) -> object:
+    """All that is said of a search but how long it took."""
+    return found.best.choices, found.best.staged.cut, found.candidates, found.gap
+
+
+def test_processes_find_what_one_finds(processes: list[evaluations._Process]) -> None:
+    assert told(searched()) == told(alone())
+
+
+def test_where_a_process_ends_the_search_goes_on(
+    processes: list[evaluations._Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, number = evaluations._Process.ask, [0]
+
+    def ending(self: evaluations._Process, asked: Asked) -> Future[Evaluated | None]:
+        number[0] += 1
+        if number[0] == 4:
+            self._process.kill()
+        return ask(self, asked)
+
+    monkeypatch.setattr(evaluations._Process, "ask", ending)
+    found, known = searched(), alone()
+    assert number[0] > 4
+    assert found.evaluation.time_s == pytest.approx(known.evaluation.time_s, rel=1e-9)
+    assert found.status == known.status
+
+
+def test_what_fails_in_a_process_is_tried_here(
+    processes: list[evaluations._Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, evaluate, tried = evaluations._Process.ask, Evaluator.evaluate, list[Asked]()
+
+    def failing(self: evaluations._Process, asked: Asked) -> Future[Evaluated | None]:
+        return ask(self, asked if tried else (asked[0], "no plan", ()))  # type: ignore[arg-type]
+
+    def here(self: Evaluator, *asked: Any) -> Evaluated:
+        tried.append(asked)  # type: ignore[arg-type]
+        return evaluate(self, *asked)
+
+    monkeypatch.setattr(evaluations._Process, "ask", failing)
+    monkeypatch.setattr(Evaluator, "evaluate", here)
+    found = searched()
+    assert tried
+    assert found.evaluation.time_s == pytest.approx(alone().evaluation.time_s, rel=1e-9)
+
+
+def test_an_interrupt_ends_the_processes(
+    processes: list[evaluations._Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    following, number = Evaluations.next, [0]
+
+    def interrupted(self: Evaluations) -> tuple[Branch, ...]:
+        number[0] += 1
+        if number[0] == 5:
+            raise KeyboardInterrupt
+        return following(self)
+
+    monkeypatch.setattr(Evaluations, "next", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        searched()
