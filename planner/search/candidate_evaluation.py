@@ -83,10 +83,10 @@ class Evaluated(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates the candidates of one search, and keeps what is known of each mesh meanwhile.
+    """Evaluates the candidates of one search, and keeps what is known of each meanwhile.
 
-    What it says of a candidate depends on those of the same stages and mesh that it evaluated before, whatever their
-    micro-batches, and on no others.
+    What it says of a candidate depends on those that it evaluated before that differ in micro-batches alone, and on no
+    others.
 
     """
 

@@ -1,9 +1,9 @@
 """Evaluations of candidates that are under way: here, and in processes beside this one where there are more cores.
 
-All candidates of the same stages and mesh are evaluated by one process, in the order in which they were begun, and what
-is known of them stays there (:class:`planner.search.candidate_evaluation.Evaluator`). So many are under way at a time
-as :data:`AHEAD` says, and their results are taken in the order in which they were begun. What a search finds thus
-depends neither on the number of processes, nor on how fast they are.
+All candidates that differ in micro-batches alone are evaluated by one process, in the order in which they were begun,
+and what is known of them stays there (:class:`planner.search.candidate_evaluation.Evaluator`). As many are under way at
+a time as :data:`AHEAD` says, and their results are taken in the order in which they were begun. What a search finds
+thus depends neither on the number of processes, nor on how fast they are.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from planner.solve.pipeline.master import Paths
 from planner.solve.pipeline.simulate import Path
 from planner.solve.pipeline.stages import Pipeline
 
-AHEAD = 8
-"""So many evaluations are under way at most; more processes would have nothing to do."""
+AHEAD = 4
+"""So many evaluations are under way at most: with more, what they find is known too late for those that follow."""
 WORTHWHILE_S = 0.3
 """A search that takes no longer has no other processes: one is ready after about as long."""
 
@@ -111,8 +111,8 @@ class Evaluations:
         return answer or self._evaluator.evaluate(*evaluation.asked)
 
     def _place(self, config: ParallelConfig) -> _Process | None:
-        """The process that evaluates what has these stages and this mesh; ``None``: this one."""
-        key = config.stages, config.mesh.micro_batched(1)
+        """The process that evaluates such configurations, whatever their micro-batches; ``None``: this one."""
+        key = config.any_micro_batches
         if key not in self._places:
             if self._processes is None and time.monotonic() - self._since > WORTHWHILE_S:
                 self._processes = _processes(self._context, self._decision_graph)
