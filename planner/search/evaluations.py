@@ -139,14 +139,13 @@ class _Evaluation:
 def _processes(context: SearchContext, decision_graph: DecisionGraph) -> list[_Process]:
     """A process for each other core; none where none can be started."""
     asked = replace(context, progress=None, seconds={}, known={}, formulated={}, chains={})
-    others = min(cores(), AHEAD) - 1
-    if others < 1 or not sys.executable:
-        return []
-    try:
-        setup = pickle.dumps((asked, decision_graph), pickle.HIGHEST_PROTOCOL)
-        return [_Process(setup) for _ in range(others)]
-    except (OSError, pickle.PicklingError, AttributeError, TypeError):
-        return []
+    others, started = min(cores(), AHEAD) - 1, list[_Process]()
+    if others >= 1 and sys.executable:
+        with contextlib.suppress(OSError, pickle.PicklingError, AttributeError, TypeError):
+            setup = pickle.dumps((asked, decision_graph), pickle.HIGHEST_PROTOCOL)
+            for _ in range(others):
+                started.append(_Process(setup))
+    return started
 
 
 class _Process:
