@@ -1,4 +1,4 @@
-"""Evaluations of candidates that are under way: here, and in processes beside this one where there are more cores.
+"""Evaluations of candidates that are under way: here, or in processes beside this one where there are several cores.
 
 All candidates that differ in micro-batches alone are evaluated by one process, in the order in which they were begun,
 and what is known of them stays there (:class:`planner.search.candidate_evaluation.Evaluator`). As many are under way at
@@ -117,7 +117,7 @@ class Evaluations:
             if self._processes is None and time.monotonic() - self._since > WORTHWHILE_S:
                 self._processes = _processes(self._context, self._decision_graph)
             busy, known = Counter(each.process for each in self._under_way), Counter(self._places.values())
-            places = (*(self._processes or ()), None)
+            places = self._processes or (None,)
             self._places[key] = min(places, key=lambda each: (busy[each], known[each]))
         return self._places[key]
 
@@ -137,13 +137,16 @@ class _Evaluation:
 
 
 def _processes(context: SearchContext, decision_graph: DecisionGraph) -> list[_Process]:
-    """A process for each other core; none where none can be started."""
+    """A process for each core, where there are several; none where none can be started.
+
+    This one then waits for them: here a product of matrices would take all cores.
+    """
     asked = replace(context, progress=None, seconds={}, known={}, formulated={}, chains={})
-    others, started = min(cores(), AHEAD) - 1, list[_Process]()
-    if others >= 1 and sys.executable:
+    most, started = min(cores(), AHEAD), list[_Process]()
+    if most > 1 and sys.executable:
         with contextlib.suppress(OSError, pickle.PicklingError, AttributeError, TypeError):
             setup = pickle.dumps((asked, decision_graph), pickle.HIGHEST_PROTOCOL)
-            for _ in range(others):
+            for _ in range(most):
                 started.append(_Process(setup))
     return started
 

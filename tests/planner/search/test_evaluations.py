@@ -23,7 +23,7 @@ GRAPH = residual_mlp(layers=6, batch=64)
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[evaluations._Process]]:
-    """Two processes beside this one, from the first evaluation of each search on; those that were started."""
+    """Three processes beside this one, from the first evaluation of each search on; those that were started."""
     started = list[evaluations._Process]()
 
     class Known(evaluations._Process):
