@@ -76,7 +76,7 @@ class Searched:
         candidates: every mesh, best first; what is only bounded stands at its bound.
         status, gap: ``optimal`` with gap 0 when every candidate was solved or pruned, among plans that
             decide equal blocks alike where the model has more than :data:`UNFOLDED_OPERATORS` operators.
-        seconds: by step: ``fold``, ``build``, ``solve``.
+        seconds: by step: ``fold``, ``build``, ``solve``; waiting for other processes is in the last.
         memory: of the plan followed statement by statement; ``None`` with micro-batches.
         left_out: what was not searched, and why; see :mod:`planner.search.left_out`.
     """

@@ -6,10 +6,11 @@ with its input.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-import signal
 import sys
+from typing import BinaryIO
 
 from planner.base.cpython import on_one_stack
 from planner.search.candidate_evaluation import Evaluator
@@ -17,19 +18,21 @@ from planner.search.candidate_evaluation import Evaluator
 
 @on_one_stack
 def run() -> None:
-    """Answer until there is no more input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who began it ends it
-    asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    """Answer until who asks is gone."""
+    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # solvers may print
-    evaluator = Evaluator(*pickle.load(asked))
+    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+        _answer(questions, answers)
+    os._exit(0)  # without a word on what could not be sent
+
+
+def _answer(questions: BinaryIO, answers: BinaryIO) -> None:
+    evaluator = Evaluator(*pickle.load(questions))
     while True:
-        try:
-            question = pickle.load(asked)
-        except EOFError:
-            return
+        question = pickle.load(questions)
         try:
             found = evaluator.evaluate(*question)
         except Exception:
-            found = None  # who asked evaluates it again, and meets the same
+            found = None  # who asked evaluates it again
         pickle.dump(found, answers, pickle.HIGHEST_PROTOCOL)
         answers.flush()

@@ -63,6 +63,8 @@ class Evaluations:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes or ():
+            process.kill()
+        for process in self._processes or ():
             process.end()
 
     @property
@@ -87,8 +89,8 @@ class Evaluations:
             elif not self._wait(first.answer):
                 return ()
         self._under_way.popleft()
-        found = first.found or self._answered(first)
-        self.free_s[first.branch.candidate.config.any_micro_batches] = found.free_s
+        found = self._answered(first) if first.found is None else first.found
+        self.free_s.setdefault(first.branch.candidate.config.any_micro_batches, {}).update(found.free_s)
         if first.branch.pipeline is not None:
             self._paths.setdefault(first.branch.pipeline, Paths(first.branch.pipeline)).add(found.paths)
         return found.branches
@@ -97,29 +99,41 @@ class Evaluations:
         """Whether there is an answer before the time limit; once that has passed, when there is one."""
         before = time.monotonic()
         left_s = self._context.deadline - before
-        with contextlib.suppress(StillAtWork, OSError, EOFError, pickle.UnpicklingError):
+        with contextlib.suppress(StillAtWork):
             answer.result(left_s if left_s > 0.0 else None)
         self._context.took("solve", before)
         return answer.done()
 
     def _answered(self, evaluation: _Evaluation) -> Evaluated:
-        """What an evaluation found; made here where a process failed, which raises what it raised there."""
-        answer: Evaluated | None = None
-        if evaluation.answer is not None:
-            with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-                answer = evaluation.answer.result()
-        return answer or self._evaluator.evaluate(*evaluation.asked)
+        """What an evaluation found; made here where its process failed, with nothing of what was known there."""
+        answer = None if evaluation.answer is None else evaluation.answer.result()
+        return self._evaluator.evaluate(*evaluation.asked) if answer is None else answer
 
     def _place(self, config: ParallelConfig) -> _Process | None:
         """The process that evaluates such configurations, whatever their micro-batches; ``None``: this one."""
         key = config.any_micro_batches
         if key not in self._places:
             if self._processes is None and time.monotonic() - self._since > WORTHWHILE_S:
-                self._processes = _processes(self._context, self._decision_graph)
+                self._processes = []
+                self._start(self._processes)
             busy, known = Counter(each.process for each in self._under_way), Counter(self._places.values())
             places = self._processes or (None,)
             self._places[key] = min(places, key=lambda each: (busy[each], known[each]))
         return self._places[key]
+
+    def _start(self, processes: list[_Process]) -> None:
+        """Add a process for each core, where there are several; none where none can be started.
+
+        The planning process then only waits for them: its own products of matrices would take all cores.
+        """
+        most = min(cores(), AHEAD)
+        if most < 2 or not sys.executable or getattr(sys, "frozen", False):
+            return
+        shared = replace(self._context, progress=None, seconds={}, known={}, formulated={}, chains={})
+        with contextlib.suppress(OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError):
+            setup = pickle.dumps((shared, self._decision_graph), pickle.HIGHEST_PROTOCOL)
+            for _ in range(most):
+                processes.append(_Process(setup))
 
 
 @dataclass
@@ -136,50 +150,53 @@ class _Evaluation:
         return self.asked[0]
 
 
-def _processes(context: SearchContext, decision_graph: DecisionGraph) -> list[_Process]:
-    """A process for each core, where there are several; none where none can be started.
-
-    This one then waits for them: here a product of matrices would take all cores.
-    """
-    asked = replace(context, progress=None, seconds={}, known={}, formulated={}, chains={})
-    most, started = min(cores(), AHEAD), list[_Process]()
-    if most > 1 and sys.executable:
-        with contextlib.suppress(OSError, pickle.PicklingError, AttributeError, TypeError):
-            setup = pickle.dumps((asked, decision_graph), pickle.HIGHEST_PROTOCOL)
-            for _ in range(most):
-                started.append(_Process(setup))
-    return started
-
-
 class _Process:
     """Another process that evaluates, :mod:`planner.search.evaluating_process`; asked on a thread of its own."""
 
     def __init__(self, setup: bytes):
-        code = f"import sys; sys.path[:] = {sys.path!r}; from planner.search.evaluating_process import run; run()"
+        paths = [os.path.abspath(each) for each in sys.path if isinstance(each, str)]
+        code = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # who began it ends it
+            f"sys.path[:] = {paths!r}; from planner.search.evaluating_process import run; run()"
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
-        self._thread = ThreadPoolExecutor(1)
-        self._thread.submit(self._send, setup)
+        try:
+            self._thread = ThreadPoolExecutor(1)
+            self._thread.submit(self._send, setup)
+        except BaseException:
+            self._process.kill()
+            raise
 
     def ask(self, asked: Asked) -> Future[Evaluated | None]:
         """Have a branch evaluated, after those that it was asked before."""
         return self._thread.submit(self._answer, asked)
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """End it, whatever it is at."""
         self._process.kill()
+
+    def end(self) -> None:
+        """Let go of what is left of it once it was killed."""
         self._thread.shutdown(cancel_futures=True)
-        with contextlib.suppress(OSError):  # what was not sent
-            self._process.communicate()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # what was not sent
+                assert pipe is not None
+                pipe.close()
+        self._process.wait()
 
     def _answer(self, asked: Asked) -> Evaluated | None:
+        """The answer; ``None`` if it has none, for whatever reason."""
         assert self._process.stdout is not None
-        self._send(pickle.dumps(asked, pickle.HIGHEST_PROTOCOL))
-        answer: Evaluated | None = pickle.load(self._process.stdout)
+        try:
+            self._send(pickle.dumps(asked, pickle.HIGHEST_PROTOCOL))
+            answer: Evaluated | None = pickle.load(self._process.stdout)
+        except Exception:
+            return None
         return answer
 
     def _send(self, sent: bytes) -> None:

@@ -8,12 +8,14 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import TIERS, Offload, Pins
 from planner.formulation.pipeline_pace import OUT_OF_ORDER
-from planner.ir.graph import Graph, Ref
+from planner.ir.graph import Graph
+from planner.ir.layout import Layout
 from planner.search.branch_and_bound import Searched
 from planner.search.candidates import cutoff_s
 from planner.search.micro_batch_search import fits_whole
@@ -82,7 +84,7 @@ def _or_on_host(context: SearchContext, plan: Callable[..., Searched], on_device
     context.say("whether steps are shorter with 'offload' 'auto'")
     found = plan(_at("auto", context, deadline), known=on_device.best)
     bound_s = min(on_device.bound_s, found.bound_s)
-    if found.best.space.training.tier != "device":
+    if found.best.space.training.tier != "device" and found.planned_step_s < cutoff_s(context, on_device.best):
         return found.bounded(bound_s, found.planned_step_s)
     if found.bound_s < cutoff_s(context, on_device.best):
         return _leaving_out(NOT_PROVED, on_device)
@@ -90,14 +92,18 @@ def _or_on_host(context: SearchContext, plan: Callable[..., Searched], on_device
 
 
 def _updates_sooner(found: Searched) -> bool:
-    """Whether the device updates no parameter more slowly than the host would, whatever the plan: where memory decides
-    nothing, either, no plan with a home elsewhere is faster than the same one on the device.
+    """Whether the device updates no parameter more slowly than the host would, in no layout on a mesh of all devices:
+    where memory decides nothing, either, no plan with a home elsewhere is faster than the same one on the device.
     """
-    space, decided = found.best.space, found.assignment
-    if not space.cost.is_closed or space.training.update == "backward":
+    space = found.best.space
+    if not space.cost.is_closed or space.training.update == "backward" or space.stages > 1:
         return False
-    leaves = [leaf for leaf in space.graph.leaves if leaf.op == "param"]
-    laid_out = [(leaf, decided.produced(Ref(leaf.name))) for leaf in leaves]
+    laid_out = (
+        (space.graph.by_name[names[0]], cast(Layout, layout))
+        for variable, names in space.members.items()
+        if space.graph.by_name[names[0]].op == "param"
+        for layout in space.options[variable]
+    )
     return all(space.update_s(*each, "device") <= space.update_at_least_s(*each, "host") for each in laid_out)
 
 

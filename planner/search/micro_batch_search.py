@@ -140,7 +140,7 @@ def _in_whole_or_stages(
     if not whole:
         return cut.searched((), stages, known)
     try:
-        return blocks.searched(whole, known=known)
+        return blocks.searched(whole, known=None if known is None or known.config.stages > 1 else known)
     except InfeasibleError:
         if not stages:
             raise
