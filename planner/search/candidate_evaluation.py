@@ -87,7 +87,6 @@ class Evaluator:
 
     What it says of a candidate depends on those that it evaluated before that differ in micro-batches alone, and on no
     others.
-
     """
 
     def __init__(self, context: SearchContext, decision_graph: DecisionGraph):

@@ -232,12 +232,12 @@ def cutoff_s(context: SearchContext, best: FoundPlan | Incumbent | None) -> floa
     return math.inf if best is None else min(target_s(best), best.evaluation.time_s * (1 - context.gap))
 
 
-def is_near(context: SearchContext, branch: Branch, best: FoundPlan | Incumbent | None) -> bool:
+def is_near(context: SearchContext, branch: Branch, best: FoundPlan | None) -> bool:
     """Whether a branch need not be searched: it is bounded, and no plan of it can be faster by more than the gap."""
     is_bounded = branch.is_priced or branch.likely_s > 0.0
     return is_bounded and best is not None and branch.candidate.bound_s >= best.evaluation.time_s * (1 - context.gap)
 
 
-def is_reached(bound_s: float, best: FoundPlan | Incumbent | None) -> bool:
+def is_reached(bound_s: float, best: FoundPlan | None) -> bool:
     """Whether a bound leaves nothing that would beat the best plan."""
     return math.isinf(bound_s) or (best is not None and bound_s >= target_s(best))

@@ -13,12 +13,13 @@ import sys
 from typing import BinaryIO
 
 from planner.base.cpython import on_one_stack
+from planner.base.errors import AutoparError
 from planner.search.candidate_evaluation import Evaluator
 
 
 @on_one_stack
 def run() -> None:
-    """Answer until who asks is gone."""
+    """Answer until who asks is gone; what is not an error of the model or the cluster ends it, and is told as usual."""
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # solvers may print
     with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
@@ -32,7 +33,7 @@ def _answer(questions: BinaryIO, answers: BinaryIO) -> None:
         question = pickle.load(questions)
         try:
             found = evaluator.evaluate(*question)
-        except Exception:
-            found = None  # who asked evaluates it again
+        except AutoparError:
+            found = None  # who asked evaluates it again, and meets the same
         pickle.dump(found, answers, pickle.HIGHEST_PROTOCOL)
         answers.flush()

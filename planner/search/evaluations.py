@@ -3,7 +3,7 @@
 All candidates that differ in micro-batches alone are evaluated by one process, in the order in which they were begun,
 and what is known of them stays there (:class:`planner.search.candidate_evaluation.Evaluator`). As many are under way at
 a time as :data:`AHEAD` says, and their results are taken in the order in which they were begun. What a search finds
-thus depends neither on the number of processes, nor on how fast they are.
+thus depends neither on the number of processes nor on how fast they are, unless one fails or time is up.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as StillAtWork
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -34,7 +33,6 @@ AHEAD = 4
 """So many evaluations are under way at most: with more, what they find is known too late for those that follow."""
 WORTHWHILE_S = 0.3
 """A search that takes no longer has no other processes: one is ready after about as long."""
-
 
 Asked: TypeAlias = tuple[Branch, FoundPlan | None, tuple[Path, ...]]
 """The arguments of :meth:`Evaluator.evaluate`."""
@@ -99,15 +97,26 @@ class Evaluations:
         """Whether there is an answer before the time limit; once that has passed, when there is one."""
         before = time.monotonic()
         left_s = self._context.deadline - before
-        with contextlib.suppress(StillAtWork):
-            answer.result(left_s if left_s > 0.0 else None)
+        wait([answer], left_s if left_s > 0.0 else None)
         self._context.took("solve", before)
         return answer.done()
 
     def _answered(self, evaluation: _Evaluation) -> Evaluated:
         """What an evaluation found; made here where its process failed, with nothing of what was known there."""
-        answer = None if evaluation.answer is None else evaluation.answer.result()
-        return self._evaluator.evaluate(*evaluation.asked) if answer is None else answer
+        process, answer = evaluation.process, evaluation.answer
+        if process is not None and answer is not None:
+            if (error := answer.exception()) is not None:
+                self._go_on_without(process, error)
+            elif (found := answer.result()) is not None:
+                return found
+        return self._evaluator.evaluate(*evaluation.asked)
+
+    def _go_on_without(self, process: _Process, error: BaseException) -> None:
+        """Evaluate here what a process that failed would have."""
+        if process in self._places.values():
+            self._context.say(f"a process that evaluates candidates failed, and this one goes on without it: {error!r}")
+        process.kill()
+        self._places = {key: None if each is process else each for key, each in self._places.items()}
 
     def _place(self, config: ParallelConfig) -> _Process | None:
         """The process that evaluates such configurations, whatever their micro-batches; ``None``: this one."""
@@ -117,8 +126,8 @@ class Evaluations:
                 self._processes = []
                 self._start(self._processes)
             busy, known = Counter(each.process for each in self._under_way), Counter(self._places.values())
-            places = self._processes or (None,)
-            self._places[key] = min(places, key=lambda each: (busy[each], known[each]))
+            places: list[_Process | None] = [each for each in self._processes or () if each.is_running]
+            self._places[key] = min(places or [None], key=lambda each: (busy[each], known[each]))
         return self._places[key]
 
     def _start(self, processes: list[_Process]) -> None:
@@ -165,12 +174,15 @@ class _Process:
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
-        try:
+        with contextlib.ExitStack() as unless_begun:
+            unless_begun.callback(self._process.kill)
             self._thread = ThreadPoolExecutor(1)
             self._thread.submit(self._send, setup)
-        except BaseException:
-            self._process.kill()
-            raise
+            unless_begun.pop_all()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     def ask(self, asked: Asked) -> Future[Evaluated | None]:
         """Have a branch evaluated, after those that it was asked before."""
@@ -190,13 +202,10 @@ class _Process:
         self._process.wait()
 
     def _answer(self, asked: Asked) -> Evaluated | None:
-        """The answer; ``None`` if it has none, for whatever reason."""
+        """The answer; ``None`` where the model or the cluster allows none."""
         assert self._process.stdout is not None
-        try:
-            self._send(pickle.dumps(asked, pickle.HIGHEST_PROTOCOL))
-            answer: Evaluated | None = pickle.load(self._process.stdout)
-        except Exception:
-            return None
+        self._send(pickle.dumps(asked, pickle.HIGHEST_PROTOCOL))
+        answer: Evaluated | None = pickle.load(self._process.stdout)
         return answer
 
     def _send(self, sent: bytes) -> None:

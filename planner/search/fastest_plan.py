@@ -46,15 +46,14 @@ def fastest(
 def _of_minimum_memory(context: SearchContext, decision_graph: DecisionGraph, nothing: NothingFits) -> Searched:
     """Of the minimum-memory plans the fastest that fits."""
     begun = _begun(nothing.folded)
-    spaces = [context.formulate(decision_graph, each.config) for each in begun]
-    check_micro_batches(spaces)
+    check_micro_batches(context.formulate(decision_graph, each.config) for each in begun)
     least = min_memory_plans(context, decision_graph, begun)
     fitting = [plan.best for plan in least if plan.bytes <= context.usable_bytes]
     if not fitting:
         raise nothing_fits(context, decision_graph.graph, nothing.branches, least)
     best = refined(context, min(fitting, key=lambda each: each.evaluation.time_s), {})
     bounds = {each.config: each.bound_s for each in nothing.rows}
-    bounds |= {each.config: free_s(space) for each, space in zip(begun, spaces, strict=True)}
+    bounds |= {each.config: free_s(context.formulate(decision_graph, each.config)) for each in begun}
     row = Candidate(best.config, "feasible", math.inf, bounds[best.config], 0)
     others = (each for each in nothing.rows if each.config != best.config)
     return completed(context, best, [row.costing(best.evaluation), *others], bounds.values()).followed()

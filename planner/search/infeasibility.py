@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,10 +41,15 @@ def free_s(space: Space) -> float:
     return lower_bounds(space.problem(None)).time_s
 
 
-def check_micro_batches(spaces: list[Space]) -> None:
+def check_micro_batches(spaces: Iterable[Space]) -> None:
     """Refuse micro-batches where no configuration has a plan, whatever it needs of memory."""
-    if spaces and all(math.isinf(free_s(space)) for space in spaces):
-        space = min(spaces, key=lambda space: space.mesh.size)
+    without = list[Space]()
+    for space in spaces:
+        if math.isfinite(free_s(space)):
+            return
+        without.append(space)
+    if without:
+        space = min(without, key=lambda space: space.mesh.size)
         reason = what_forbids(space) or (
             "its operators ask for it in ways that go together with none, or inputs differ in dim 0"
         )

@@ -214,7 +214,7 @@ class Tally:
         optimal, open: plans said to be optimal, and with a gap; ``infeasible``: none said to fit; ``staged``: of these
             with micro-batches or stages.
         unfound: searches that found nothing that fits where something does.
-        moved: plans with model data at home on the host, of these that fit.
+        offloaded: plans with model data on the host, of those that fit.
         offloads: searches with the home of model data pinned to the host.
         above: plans that take longer than the optimum, ``worst_excess`` by which part at most.
         rows: bounds of single configurations that were compared.
@@ -226,7 +226,7 @@ class Tally:
     open: int = 0
     infeasible: int = 0
     staged: int = 0
-    moved: int = 0
+    offloaded: int = 0
     offloads: int = 0
     unfound: int = 0
     above: int = 0
@@ -248,7 +248,7 @@ class Tally:
             f"{self.problems} problems of {self.cases} models on clusters: {self.optimal} optimal, {self.open} open "
             f"(worst gap {self.worst_gap:.1%}); {self.above} above the optimum (worst {self.worst_excess:.1%}); "
             f"{self.infeasible} in which nothing was found that fits, of which something does in {self.unfound}; "
-            f"{self.staged} with micro-batches or stages; {self.moved} with their home on the host, and "
+            f"{self.staged} with micro-batches or stages; {self.offloaded} with model data on the host, and "
             f"{self.offloads} more searches with it pinned there; {self.rows} bounds of configurations; "
             f"{len(self.violations)} violations; {search_s:.2f} s a search"
         )
@@ -316,7 +316,7 @@ class _Check:
         """Count what is found, and see that it is no better than can be."""
         tally, step_s = self.tally, found.planned_step_s
         tally.staged += found.staged is not None
-        tally.moved += is_offloaded(found)
+        tally.offloaded += is_offloaded(found)
         tally.optimal, tally.open = tally.optimal + (found.gap == 0), tally.open + (found.gap > 0)
         tally.worst_gap = max(tally.worst_gap, found.gap)
         tally.above += step_s > best.time_s * (1 + EXACT)

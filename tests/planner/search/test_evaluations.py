@@ -16,6 +16,7 @@ from planner.search.candidate_evaluation import Evaluated, Evaluator
 from planner.search.candidates import Branch
 from planner.search.evaluations import Asked, Evaluations
 from planner.search.search import search
+from planner.search.search_context import Progress
 from tests.planner.plans import cluster, residual_mlp
 
 GRAPH = residual_mlp(layers=6, batch=64)
@@ -39,8 +40,8 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[evaluations._Pro
     assert all(each._process.poll() is not None for each in started), "a process outlived the search"
 
 
-def searched() -> Searched:
-    return search(GRAPH, cluster(8), Pins(), Training())
+def searched(progress: Progress | None = None) -> Searched:
+    return search(GRAPH, cluster(8), Pins(), Training(), progress=progress)
 
 
 def alone() -> Searched:
@@ -70,8 +71,10 @@ def test_where_a_process_ends_the_search_goes_on(
         return ask(self, asked)
 
     monkeypatch.setattr(evaluations._Process, "ask", ending)
-    found, known = searched(), alone()
+    lines = list[str]()
+    found, known = searched(lines.append), alone()
     assert number[0] > 4
+    assert len([line for line in lines if "a process that evaluates candidates failed" in line]) == 1
     assert found.evaluation.time_s == pytest.approx(known.evaluation.time_s, rel=1e-9)
     assert found.status == known.status
 
