@@ -8,10 +8,15 @@ from pathlib import Path
 
 from planner.base.errors import ClusterError
 
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""Where Linux says what a container may use (control groups, version 2)."""
+
 
 def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use; of a container as many as its share of time is worth, at least one."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota_us, _, period_us = _limit_of_container("cpu.max").partition(" ")
+    return max(1, min(usable, round(int(quota_us) / int(period_us)))) if quota_us.isdecimal() else usable
 
 
 def memory_bytes() -> int:
@@ -20,11 +25,16 @@ def memory_bytes() -> int:
         installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         raise ClusterError("the memory of this machine is not known; give memory_bytes, for example '8 GiB'") from None
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return installed
+    limit = _limit_of_container("memory.max")
     return min(installed, int(limit)) if limit.isdecimal() else installed
+
+
+def _limit_of_container(name: str) -> str:
+    """What Linux says of this container's control group; empty where it says nothing."""
+    try:
+        return (CONTROL_GROUP / name).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def gpus() -> list[str]:

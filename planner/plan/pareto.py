@@ -144,7 +144,7 @@ def pareto(
     if type(points) is not int or points < 2:
         raise InputError(f"points is {points!r}; give how many plans the curve may have, 2 or more")
     space = plan.assignment.space
-    begun = begin_search(
+    with begin_search(
         space.graph,
         plan.cluster,
         replace(plan.pins, offload="none"),
@@ -153,8 +153,8 @@ def pareto(
         time_limit_s=time_limit_s,
         gap=gap,
         progress=progress,
-    )
-    front, stopped = pareto_front(begun, _first_point(plan, plan.assignment, staged), points)
+    ) as begun:
+        front, stopped = pareto_front(begun, _first_point(plan, plan.assignment, staged), points)
     found = (
         ParetoPoint(
             each.memory_bytes,

@@ -44,9 +44,10 @@ from planner.search.candidates import (
     is_near,
     is_reached,
 )
-from planner.search.evaluations import AHEAD, Evaluations
+from planner.search.evaluations import Evaluations
 from planner.search.parallel_config import Arithmetic, ParallelConfig, batch_of, seeds
 from planner.search.pipeline_refinement import refined
+from planner.search.process_pool import AHEAD
 from planner.search.search_context import SearchContext
 from planner.search.unfolding import may_differ, refolded, unfolded
 from planner.solve.problem import Evaluation, evaluate
@@ -268,36 +269,36 @@ def _best_first(
     first = {config: number for number, config in enumerate(ordered)}
     closed, turns, likely_s = list[Branch](), itertools.count(), dict[ParallelConfig, float]()
     best = known if known is None else known.found
-    with Evaluations(context, decision_graph) as under_way:
-        while waiting or under_way.branches:
-            is_late = context.is_late()
-            if best is not None and is_late:
-                left = (*waiting, *under_way.branches)
-                closed += [close(each, best) for branch in left for each in branch.every]
-                break
-            waiting = [raised(under_way.free_s, branch) for branch in waiting]
-            over = [is_near(context, branch, best) or is_reached(branch.bound_s, best) for branch in waiting]
-            closed += [close(each, best) for branch in itertools.compress(waiting, over) for each in branch.every]
-            waiting = [branch for branch, is_over in zip(waiting, over, strict=True) if not is_over]
-            while waiting and len(under_way.branches) < (1 if best is None else AHEAD):
-                chosen = _of_turn(waiting, next(turns), best)
-                branch = min(chosen, key=lambda branch: _priority(branch, first, larger, likely_s, best))
-                waiting = [each for each in waiting if each is not branch]
-                if is_late and not branch.is_by_itself and len(closed) + 1 < len(configs):
-                    closed += [close(each, best) for each in branch.every]
-                    continue
-                if branch.pipeline is None:
-                    context.say(f"mesh {branch.candidate.config}")
-                under_way.begin(branch, best)
-            for each in under_way.next() if under_way.branches else ():
-                before, best = best, better(best, each)
-                if best is not None and best is not before:
-                    context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
-                (closed if each.is_done else waiting).append(each)
-                # Where a schedule is too slow because it does not fit, another one may.
-                if each.likely_s and not is_reached(each.candidate.bound_s, best):
-                    config = each.candidate.config
-                    likely_s[config] = min(likely_s.get(config, math.inf), each.expected_s)
+    under_way = Evaluations(context, decision_graph)
+    while waiting or under_way.branches:
+        is_late = context.is_late()
+        if best is not None and is_late:
+            left = (*waiting, *under_way.branches)
+            closed += [close(each, best) for branch in left for each in branch.every]
+            break
+        waiting = [raised(under_way.free_s, branch) for branch in waiting]
+        over = [is_near(context, branch, best) or is_reached(branch.bound_s, best) for branch in waiting]
+        closed += [close(each, best) for branch in itertools.compress(waiting, over) for each in branch.every]
+        waiting = [branch for branch, is_over in zip(waiting, over, strict=True) if not is_over]
+        while waiting and len(under_way.branches) < (1 if best is None else AHEAD):
+            chosen = _of_turn(waiting, next(turns), best)
+            branch = min(chosen, key=lambda branch: _priority(branch, first, larger, likely_s, best))
+            waiting = [each for each in waiting if each is not branch]
+            if is_late and not branch.is_by_itself and len(closed) + 1 < len(configs):
+                closed += [close(each, best) for each in branch.every]
+                continue
+            if branch.pipeline is None:
+                context.say(f"mesh {branch.candidate.config}")
+            under_way.begin(branch, best)
+        for each in under_way.next() if under_way.branches else ():
+            before, best = best, better(best, each)
+            if best is not None and best is not before:
+                context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
+            (closed if each.is_done else waiting).append(each)
+            # Where a schedule is too slow because it does not fit, another one may.
+            if each.likely_s and not is_reached(each.candidate.bound_s, best):
+                config = each.candidate.config
+                likely_s[config] = min(likely_s.get(config, math.inf), each.expected_s)
     order = {(each.stages, each.mesh): number for number, each in enumerate(configs)}
 
     def place(branch: Branch) -> tuple[int, bool, int]:

@@ -1,7 +1,7 @@
 """A process that evaluates candidates for a search in another one (:mod:`planner.search.evaluations`).
 
-It reads from standard input, and answers on standard output: first what is searched, then branches one by one. It ends
-with its input.
+It reads from standard input, and answers on standard output: what is searched, then branches one by one, then perhaps
+what is searched next. It ends with its input.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import contextlib
 import os
 import pickle
 import sys
-from typing import BinaryIO
+from dataclasses import replace
+from typing import Any, BinaryIO
 
 from planner.base.cpython import on_one_stack
 from planner.base.errors import AutoparError
+from planner.formulation.decisions import DecisionGraph
 from planner.search.candidate_evaluation import Evaluator
+from planner.search.search_context import SearchContext
 
 
 @on_one_stack
@@ -28,9 +31,15 @@ def run() -> None:
 
 
 def _answer(questions: BinaryIO, answers: BinaryIO) -> None:
-    evaluator = Evaluator(*pickle.load(questions))
+    decision_graphs = list[DecisionGraph]()
+    kept: dict[str, Any] = {"formulated": {}, "chains": {}}  # of all searches
     while True:
         question = pickle.load(questions)
+        if isinstance(question[0], SearchContext):
+            context, number, told = question
+            decision_graphs += [] if told is None else [told]
+            evaluator = Evaluator(replace(context, **kept), decision_graphs[number])
+            continue
         try:
             found = evaluator.evaluate(*question)
         except AutoparError:

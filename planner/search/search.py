@@ -11,8 +11,9 @@ What does not depend on the mesh is found once (:mod:`planner.formulation.decisi
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,6 +35,7 @@ from planner.search.home_search import search_homes
 from planner.search.left_out import check_schedule, check_update, why_no_pipelines
 from planner.search.micro_batch_search import ModelBlocks, search_micro_batches
 from planner.search.offload_search import check_offloads
+from planner.search.process_pool import ProcessPool
 from planner.search.search_context import Progress, SearchContext
 
 TIME_LIMIT_S = 20.0
@@ -71,7 +73,7 @@ def search(
         PinError: the pins do not fit the model or the cluster.
         InfeasibleError: nothing fits in memory; says by how much, and what would.
     """
-    begun = begin_search(
+    with begin_search(
         graph,
         cluster,
         pins,
@@ -81,8 +83,8 @@ def search(
         time_limit_s=time_limit_s,
         gap=gap,
         progress=progress,
-    )
-    return search_homes(begun.context, graph, begun.plan)
+    ) as begun:
+        return search_homes(begun.context, graph, begun.plan)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class SearchBegun:
     plan: Callable[..., Searched]
 
 
+@contextlib.contextmanager
 def begin_search(
     graph: Graph,
     cluster: ClusterSpec,
@@ -106,8 +109,11 @@ def begin_search(
     time_limit_s: float = TIME_LIMIT_S,
     gap: float = 0.0,
     progress: Progress | None = None,
-) -> SearchBegun:
-    """Fold the graph, and say what is searched; arguments and errors are those of :func:`search`."""
+) -> Iterator[SearchBegun]:
+    """Fold the graph, and say what is searched; arguments and errors are those of :func:`search`.
+
+    Used as a context, at the end of which the processes that evaluate its candidates end.
+    """
     check_time_limit(time_limit_s)
     check_gap(gap)
     check_axes(max_axes)
@@ -132,13 +138,14 @@ def begin_search(
         float8=pins.float8,
     )
     deadline, levels = start + time_limit_s, Levels(())
-    context = SearchContext(
-        CostModel(cluster), training, rules_of(graph, folded), pins, levels, deadline, progress, gap=gap
-    )
-    check_float8(pins, graph, BlockFacts(folded, context.rules), cluster)
-    context.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
-    model = ModelBlocks(folded)
-    return SearchBegun(context, partial(search_micro_batches, model=model, max_axes=max_axes, left_out=left_out))
+    rules, plan = rules_of(graph, folded), partial(search_micro_batches, max_axes=max_axes, left_out=left_out)
+    check_float8(pins, graph, BlockFacts(folded, rules), cluster)
+    seconds = {"fold": time.monotonic() - start, "build": 0.0, "solve": 0.0}
+    with ProcessPool() as pool:
+        context = SearchContext(
+            CostModel(cluster), training, rules, pins, levels, deadline, progress, seconds, gap=gap, pool=pool
+        )
+        yield SearchBegun(context, partial(plan, model=ModelBlocks(folded)))
 
 
 def check_time_limit(seconds: float) -> None:

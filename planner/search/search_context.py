@@ -24,6 +24,7 @@ from planner.formulation.training import Training
 from planner.ops.sharding_rule import Rule
 from planner.search.parallel_config import ParallelConfig, pipelines_of, schedules
 from planner.search.pipeline_bounds import PipelineBounds, least_send_s
+from planner.search.process_pool import ProcessPool
 from planner.solve.pipeline.stages import Pipeline
 
 Progress = Callable[[str], None]
@@ -36,7 +37,8 @@ class SearchContext:
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
     ``formulated`` the space of each configuration of a model and its training, and ``chains`` those of choices. A plan
-    may take ``memory_bytes`` of a device; ``None``: all that it can use.
+    may take ``memory_bytes`` of a device; ``None``: all that it can use. The processes of a
+    ``pool`` evaluate candidates where there is one.
     """
 
     cost: CostModel
@@ -54,6 +56,7 @@ class SearchContext:
     chains: dict[tuple[Space, tuple[int, ...]], tuple[Link, ...]] = field(default_factory=dict)
     stored: StoredLayouts | None = None
     memory_bytes: int | None = None
+    pool: ProcessPool | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -64,6 +67,11 @@ class SearchContext:
     def limit_bytes(self) -> int:
         """Memory that a plan may fill by the search's own reckoning, ``spare_bytes`` less than it may take."""
         return self.usable_bytes - self.spare_bytes
+
+    @property
+    def to_share(self) -> SearchContext:
+        """The same for another process, which finds for itself what is found once."""
+        return replace(self, progress=None, seconds={}, known={}, formulated={}, chains={}, pool=None)
 
     def within(self, memory_bytes: int, deadline: float) -> SearchContext:
         """The same search within other memory."""

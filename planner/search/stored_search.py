@@ -49,7 +49,7 @@ def search_stored(
     cost = CostModel(cluster)
     levels = named_by_kind(folded, map(pins.levels, ways_of_kinds(folded, pins.zero)))
     levels = with_levels_between(levels, decision_graph, cost)
-    context = SearchContext(cost, training, rules, pins, levels, start + time_limit_s, progress, gap=gap, stored=stored)
-    context.seconds.update(fold=time.monotonic() - start, build=0.0, solve=0.0)
+    deadline, seconds = start + time_limit_s, {"fold": time.monotonic() - start, "build": 0.0, "solve": 0.0}
     configs = ParallelConfigs((ParallelConfig(1, mesh),), ())
+    context = SearchContext(cost, training, rules, pins, levels, deadline, progress, seconds, gap=gap, stored=stored)
     return fastest(context, decision_graph, configs)

@@ -10,12 +10,12 @@ import pytest
 
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
-from planner.search import evaluations
+from planner.search import process_pool
 from planner.search.branch_and_bound import Searched
 from planner.search.candidate_evaluation import Evaluated, Evaluator
 from planner.search.candidates import Branch
 from planner.search.evaluations import Asked, Evaluations
-from planner.search.search import search
+from planner.search.search import begin_search, search
 from planner.search.search_context import Progress
 from tests.planner.plans import cluster, residual_mlp
 
@@ -23,18 +23,18 @@ GRAPH = residual_mlp(layers=6, batch=64)
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[evaluations._Process]]:
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[process_pool.Process]]:
     """Three processes beside this one, from the first evaluation of each search on; those that were started."""
-    started = list[evaluations._Process]()
+    started = list[process_pool.Process]()
 
-    class Known(evaluations._Process):
-        def __init__(self, setup: bytes):
-            super().__init__(setup)
+    class Known(process_pool.Process):
+        def __init__(self) -> None:
+            super().__init__()
             started.append(self)
 
-    monkeypatch.setattr(evaluations, "_Process", Known)
-    monkeypatch.setattr(evaluations, "cores", lambda: 3)
-    monkeypatch.setattr(evaluations, "WORTHWHILE_S", -1.0)
+    monkeypatch.setattr(process_pool, "Process", Known)
+    monkeypatch.setattr(process_pool, "cores", lambda: 3)
+    monkeypatch.setattr(process_pool, "WORTHWHILE_S", -1.0)
     yield started
     assert started
     assert all(each._process.poll() is not None for each in started), "a process outlived the search"
@@ -46,7 +46,7 @@ def searched(progress: Progress | None = None) -> Searched:
 
 def alone() -> Searched:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluations, "cores", lambda: 1)
+        patch.setattr(process_pool, "cores", lambda: 1)
         return searched()
 
 
@@ -55,22 +55,38 @@ def told(found: Searched) -> object:
     return found.best.choices, found.best.staged.cut, found.candidates, found.gap
 
 
-def test_processes_find_what_one_finds(processes: list[evaluations._Process]) -> None:
+def test_processes_find_what_one_finds(processes: list[process_pool.Process]) -> None:
     assert told(searched()) == told(alone())
 
 
-def test_where_a_process_ends_the_search_goes_on(
-    processes: list[evaluations._Process], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask, number = evaluations._Process.ask, [0]
+def found_within_less() -> list[object]:
+    """What one search after another finds, the second within less memory than the first needs."""
+    with begin_search(GRAPH, cluster(8), Pins(), Training()) as begun:
+        first = begun.plan(begun.context)
+        second = begun.plan(begun.context.within(first.peak_bytes - 1, begun.context.deadline))
+        return [told(first), told(second)]
 
-    def ending(self: evaluations._Process, asked: Asked) -> Future[Evaluated | None]:
+
+def test_one_search_after_another_has_the_same_processes(processes: list[process_pool.Process]) -> None:
+    found = found_within_less()
+    assert len(processes) == 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_pool, "cores", lambda: 1)
+        assert found_within_less() == found
+
+
+def test_where_a_process_ends_the_search_goes_on(
+    processes: list[process_pool.Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, number = process_pool.Process.ask, [0]
+
+    def ending(self: process_pool.Process, asked: Asked) -> Future[Evaluated | None]:
         number[0] += 1
         if number[0] == 4:
             self._process.kill()
         return ask(self, asked)
 
-    monkeypatch.setattr(evaluations._Process, "ask", ending)
+    monkeypatch.setattr(process_pool.Process, "ask", ending)
     lines = list[str]()
     found, known = searched(lines.append), alone()
     assert number[0] > 4
@@ -80,18 +96,18 @@ def test_where_a_process_ends_the_search_goes_on(
 
 
 def test_what_fails_in_a_process_is_tried_here(
-    processes: list[evaluations._Process], monkeypatch: pytest.MonkeyPatch
+    processes: list[process_pool.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask, evaluate, tried = evaluations._Process.ask, Evaluator.evaluate, list[Asked]()
+    ask, evaluate, tried = process_pool.Process.ask, Evaluator.evaluate, list[Asked]()
 
-    def failing(self: evaluations._Process, asked: Asked) -> Future[Evaluated | None]:
+    def failing(self: process_pool.Process, asked: Asked) -> Future[Evaluated | None]:
         return ask(self, asked if tried else (asked[0], "no plan", ()))  # type: ignore[arg-type]
 
     def here(self: Evaluator, *asked: Any) -> Evaluated:
         tried.append(asked)  # type: ignore[arg-type]
         return evaluate(self, *asked)
 
-    monkeypatch.setattr(evaluations._Process, "ask", failing)
+    monkeypatch.setattr(process_pool.Process, "ask", failing)
     monkeypatch.setattr(Evaluator, "evaluate", here)
     found = searched()
     assert tried
@@ -99,7 +115,7 @@ def test_what_fails_in_a_process_is_tried_here(
 
 
 def test_an_interrupt_ends_the_processes(
-    processes: list[evaluations._Process], monkeypatch: pytest.MonkeyPatch
+    processes: list[process_pool.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     following, number = Evaluations.next, [0]
 

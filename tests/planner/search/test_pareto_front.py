@@ -29,7 +29,8 @@ def front_of(seed: int) -> tuple[Case, tuple[FrontPoint, ...], Stopped]:
     found = search(case.graph, case.cluster, ON_DEVICE, Training())
     usable = case.cluster.device.usable_bytes
     first = FrontPoint(found.peak_bytes, usable, found.evaluation.time_s, found.bound_s, found.best)
-    return case, *pareto_front(begin_search(case.graph, case.cluster, ON_DEVICE, Training()), first, most=8)
+    with begin_search(case.graph, case.cluster, ON_DEVICE, Training()) as begun:
+        return case, *pareto_front(begun, first, most=8)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
