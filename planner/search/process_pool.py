@@ -1,4 +1,4 @@
-"""Processes beside this one, for all searches of a plan: one for each core, started once that is worthwhile.
+"""Processes beside this one, for all searches of a plan: one more than there are cores, started once that is worth it.
 
 What they answer is said in :mod:`planner.search.evaluating_process`, what they are asked in
 :mod:`planner.search.evaluations`.
@@ -71,15 +71,16 @@ class ProcessPool:
             process.end()
 
     def _start(self, processes: list[Process]) -> None:
-        """Add a process for each core, where there are several, as far as they can be started.
+        """Add a process for each core and one more, where there are several, as far as they can be started: what one is
+        asked may have to wait for what it was asked before.
 
         The planning process then only waits for them: its own products of matrices would take all cores.
         """
-        most = min(cores(), AHEAD)
-        if most < 2 or not sys.executable or getattr(sys, "frozen", False):
+        usable = cores()
+        if usable < 2 or not sys.executable or getattr(sys, "frozen", False):
             return
         with contextlib.suppress(OSError, RuntimeError):
-            for _ in range(most):
+            for _ in range(min(usable + 1, AHEAD)):
                 processes.append(Process())
 
 

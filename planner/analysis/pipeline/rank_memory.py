@@ -13,16 +13,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from planner.analysis.pipeline.chain import Link, Shared, also_read, placed
 from planner.analysis.pipeline.stage_memory import At, StageMemory, StageRun, part_of
 from planner.solve.pipeline.running import Running, running
 from planner.solve.pipeline.schedule import versions
 from planner.solve.pipeline.stages import Cut, Pipeline
+
+StageRuns: TypeAlias = dict[object, StageRun]
+"""Stages that were followed, by their blocks and how these run."""
 
 
 class Peak(NamedTuple):
@@ -44,12 +47,14 @@ class LiveMemory:
     Attributes:
         links: the chain, block by block.
         prefetch: whether micro-batches gather parameters a block ahead; else each waits for them where they are used.
+        followed: stages of this cut or others that were followed before.
     """
 
     links: Sequence[Link]
     pipeline: Pipeline
     cut: Cut
     prefetch: bool = True
+    followed: StageRuns = field(default_factory=dict, compare=False, repr=False)
 
     # ---- the sum -----------------------------------------------------------------------------------------------------
 
@@ -121,10 +126,15 @@ class LiveMemory:
         memories, ways = self.links[0].memories, zip(self.links, self.cut.savings, strict=True)
         levels = [link.levels[way] for link, way in ways]
         splits = any(each.kind == "I" for rank in self.running for each in rank)
-        return tuple(
-            StageRun(memories, range(low, high), levels[low:high], prefetch=self.prefetch, splits=splits)
-            for low, high in pairwise(self.cut.bounds)
-        )
+        found = []
+        for low, high in pairwise(self.cut.bounds):
+            key = memories, low, self.cut.savings[low:high], self.prefetch, splits
+            if key not in self.followed:
+                self.followed[key] = StageRun(
+                    memories, range(low, high), levels[low:high], prefetch=self.prefetch, splits=splits
+                )
+            found.append(self.followed[key])
+        return tuple(found)
 
     @cached_property
     def _fullest(self) -> list[dict[str, At]]:
@@ -210,7 +220,14 @@ class LiveMemory:
 
     def stages_of(self, rank: int) -> list[int]:
         """Those of a rank."""
-        return [stage for stage, home in enumerate(self.pipeline.placed) if home == rank]
+        return self._stages_of[rank]
+
+    @cached_property
+    def _stages_of(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.pipeline.ranks)]
+        for stage, home in enumerate(self.pipeline.placed):
+            found[home].append(stage)
+        return found
 
 
 def moments(alive: LiveMemory, every: Iterable[Iterable[Running]]) -> Iterator[int]:

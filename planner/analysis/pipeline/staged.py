@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import combinations, pairwise, product
 
 import numpy as np
 
 from planner.analysis.pipeline.chain import Link, also_read, chain_of, links_of, placed
-from planner.analysis.pipeline.rank_memory import LiveMemory
+from planner.analysis.pipeline.rank_memory import LiveMemory, StageRuns
 from planner.base.errors import InfeasibleError
 from planner.base.symbolic_float import rest
 from planner.formulation.assignment import Assignment
@@ -100,6 +100,7 @@ class Staged:
         step_s: the simulated schedule and what happens once a step.
         micro_batches: the number of micro-batches, where that is to move a size (:mod:`planner.base.symbolic_int`).
         prefetch: whether micro-batches gather parameters a block ahead; else each waits for them where they are used.
+        followed: stages whose memory is known, of this cut or others.
     """
 
     pipeline: Pipeline
@@ -108,11 +109,12 @@ class Staged:
     step_s: float
     micro_batches: int = 0
     prefetch: bool = True
+    followed: StageRuns = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def alive(self) -> LiveMemory:
         """What its ranks hold."""
-        return LiveMemory(self.links, self.pipeline, self.cut, self.prefetch)
+        return LiveMemory(self.links, self.pipeline, self.cut, self.prefetch, self.followed)
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
@@ -267,13 +269,14 @@ def _cut_so(
     beside = _Beside((*[least] * (pipeline.stages - 1), max(least, min(links[-1].working_bytes))))
     best: Staged | None = None
     too_little: _Beside | None = None
+    followed: StageRuns = {}
     for _ in range(TRIES):
         room = None if limit_bytes is None else max(0, limit_bytes - beside.spare)
         try:
             found = cut(pipeline, chain, room, cutoff_s if best is None else best.cut.step_s, effort, beside.working)
         except InfeasibleError:
             found = None
-        priced = None if found is None else price(links, pipeline, found, prefetch)
+        priced = None if found is None else price(links, pipeline, found, prefetch, followed)
         if priced is None or limit_bytes is None or priced.peak_bytes <= limit_bytes:
             best, enough = priced or best, beside
             if best is None or limit_bytes is None or too_little is None or best.leaves_nothing(limit_bytes):
@@ -342,14 +345,17 @@ def _prefetches(links: Sequence[Link]) -> tuple[bool, ...]:
     return (True, False) if is_free else (True,)
 
 
-def price(links: Sequence[Link], pipeline: Pipeline, found: Cut, prefetch: bool = True) -> Staged:
+def price(
+    links: Sequence[Link], pipeline: Pipeline, found: Cut, prefetch: bool = True, followed: StageRuns | None = None
+) -> Staged:
     """All that a step of a cut takes.
 
     Args:
-        prefetch: see :class:`Staged`.
+        prefetch, followed: see :class:`Staged`.
     """
     once_s = max(map(sum, _once_s(links, pipeline, found.bounds)))
-    return Staged(pipeline, tuple(links), found, found.step_s + once_s, prefetch=prefetch)
+    followed = {} if followed is None else followed
+    return Staged(pipeline, tuple(links), found, found.step_s + once_s, prefetch=prefetch, followed=followed)
 
 
 def in_one_piece(assignment: Assignment) -> Staged:
@@ -381,7 +387,8 @@ def saving_more(staged: Staged, limit_bytes: int, simulations: int) -> Staged:
             for savings in sorted(moves - tried)
             if _is_in_order(links, savings)
         )
-        every = sorted((price(links, pipeline, each, staged.prefetch) for each in cuts), key=lambda each: each.step_s)
+        moved = (price(links, pipeline, each, staged.prefetch, staged.followed) for each in cuts)
+        every = sorted(moved, key=lambda each: each.step_s)
         faster = [each for each in every if each.step_s < staged.step_s][:simulations]
         tried, simulations = tried | moves, simulations - len(faster)
         found = next((each for each in faster if each.peak_bytes <= limit_bytes), None)

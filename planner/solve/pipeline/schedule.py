@@ -171,6 +171,7 @@ def schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int = 1)
     return Schedule(name, ranks * virtual_stages, micro_batches, rows)
 
 
+@lru_cache(maxsize=256)
 def placed(name: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """The rank of every stage: round and round, or down and up a V."""
     chunks = range(virtual_stages)

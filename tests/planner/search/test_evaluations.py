@@ -33,7 +33,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[process_pool.Pro
             started.append(self)
 
     monkeypatch.setattr(process_pool, "Process", Known)
-    monkeypatch.setattr(process_pool, "cores", lambda: 3)
+    monkeypatch.setattr(process_pool, "cores", lambda: 2)
     monkeypatch.setattr(process_pool, "WORTHWHILE_S", -1.0)
     yield started
     assert started
