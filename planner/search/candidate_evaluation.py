@@ -47,7 +47,7 @@ DOUBT = 1.5
 """So many times longer a step is expected where samples are too few for the ranks; see :func:`doubt_of`."""
 GROWTH = 0.08
 """A step is expected to grow by this power of the micro-batches beyond those that it is bounded with."""
-FEW = 200
+FEW = 500
 """So many plans of a pipeline are looked at one by one."""
 BETTER = 500
 """Effort for cutting what gave the best plan once more."""
@@ -241,30 +241,34 @@ class Evaluator:
         return found if found.candidate.status == "optimal" else self._enumerated(found, best)
 
     def _enumerated(self, branch: Branch, best: FoundPlan | None) -> Branch:
-        """A pipeline of a small model with its plans looked at one by one, up to :data:`FEW`, as long as they may be
-        faster than the best by more than the gap: what is proved under prices may leave one.
+        """A pipeline of a small model with all its plans looked at that may be faster than the best by more than the
+        gap: what is proved under prices may leave one.
         """
         assert branch.pipeline is not None and branch.bounded_by is not None
         best, before = better(best, branch), time.monotonic()
-        config, left, known = branch.candidate.config, FEW, self._bounds_of(branch.bounded_by).fastest_first()
-        cuts = math.comb(len(self.decision_graph.folded.instances) - 1, branch.pipeline.stages - 1)
-        if known is None or cuts > FEW:
+        config, enough_s = branch.candidate.config, cutoff_s(self.context, best)
+        known = self._bounds_of(branch.bounded_by).below(enough_s, FEW)
+        if known is None or (known and len(known) * self._ways_of(branch, known[0][1]) > FEW):
             return branch
-        bound_s = math.inf
+        bound_s = enough_s
         for least_s, choices in known:
-            cutoff, links = cutoff_s(self.context, best), self.context.links_anew(self._space(branch), choices)
-            left -= ways_of(links, branch.pipeline)
-            if least_s >= cutoff or left < 0 or self.context.is_late():
-                bound_s = least_s
+            if self.context.is_late():
+                bound_s = min(bound_s, least_s)
                 break
-            found = enumerated(links, branch.pipeline, self.context.limit_bytes, cutoff)
-            if found is not None:
-                best = FoundPlan.of(config, choices, found)
-                branch = replace(branch, candidate=branch.candidate.costing(found.evaluation), best=best)
+            if least_s < cutoff_s(self.context, best):
+                links = self.context.links(self._space(branch), choices)
+                found = enumerated(links, branch.pipeline, self.context.limit_bytes, cutoff_s(self.context, best))
+                if found is not None:
+                    best = FoundPlan.of(config, choices, found)
+                    branch = replace(branch, candidate=branch.candidate.costing(found.evaluation), best=best)
         self.context.took("solve", before)
         bound_s = min(bound_s, cutoff_s(self.context, best))
         candidate = replace(branch.candidate, bound_s=max(branch.candidate.bound_s, bound_s), proof="search")
         return close(replace(branch, candidate=candidate), best)
+
+    def _ways_of(self, branch: Branch, choices: tuple[int, ...]) -> int:
+        assert branch.pipeline is not None
+        return ways_of(self.context.links(self._space(branch), choices), branch.pipeline)
 
     def _at_prices(self, branch: Branch, best: FoundPlan | None, is_proof: bool) -> Branch:
         assert branch.pipeline is not None and branch.bounded_by is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -22,7 +22,7 @@ from planner.formulation.stage_boundaries import crossing
 from planner.formulation.stage_costs import StageCosts
 from planner.ir.layout import PIPELINE, Axis
 from planner.solve.choices.tree import Tree
-from planner.solve.choices.under_many import ENTRIES, LeastOfEach, in_order, least_of_each, least_with_choices
+from planner.solve.choices.under_many import ENTRIES, LeastOfEach, assignments_below, least_of_each, least_with_choices
 from planner.solve.pipeline.master import Master, MasterSolution, Paths, Prices, Variant
 from planner.solve.pipeline.packing import BlockVariant, Packing, RankCapacities
 from planner.solve.pipeline.stages import Pipeline
@@ -166,14 +166,14 @@ class PipelineBounds:
         assert self.costs.kept is not None
         return tuple(int(kept[each]) for kept, each in zip(self.costs.kept, assignment, strict=True))
 
-    def fastest_first(self) -> Iterator[tuple[float, tuple[int, ...]]] | None:
-        """All choices with what plans with them take at least, least first, but for those with which they take so much
-        that they were dropped; ``None``: there are too many to tell.
+    def below(self, enough_s: float, most: int) -> list[tuple[float, tuple[int, ...]]] | None:
+        """All choices with which plans may take less than ``enough_s``, with what these take at least, fastest first;
+        ``None``: there are more than ``most``.
         """
-        if self.costs.kept is None:
-            return iter(())
-        found = in_order(self._at_even_pace(), 0)
-        return None if found is None else ((least_s, self._choices_of(each)) for least_s, each in found)
+        if self.costs.kept is None or self.free_s >= enough_s:
+            return []
+        found = assignments_below(self._at_even_pace(), 0, enough_s, most)
+        return None if found is None else [(least_s, self._choices_of(each)) for least_s, each in found]
 
     def of(self, paths: Paths, enough_s: float, is_proof: bool = True) -> PipelineBound:
         """That of one pipeline, raised no further once it reaches ``enough_s``; unless it ``is_proof`` only if it may
