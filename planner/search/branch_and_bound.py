@@ -44,10 +44,9 @@ from planner.search.candidates import (
     is_near,
     is_reached,
 )
-from planner.search.evaluations import Evaluations
+from planner.search.evaluations import AHEAD, Evaluations
 from planner.search.parallel_config import Arithmetic, ParallelConfig, batch_of, seeds
 from planner.search.pipeline_refinement import refined
-from planner.search.process_pool import AHEAD
 from planner.search.search_context import SearchContext
 from planner.search.unfolding import may_differ, refolded, unfolded
 from planner.solve.problem import Evaluation, evaluate

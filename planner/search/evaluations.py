@@ -24,6 +24,9 @@ from planner.solve.pipeline.master import Paths
 from planner.solve.pipeline.simulate import Path
 from planner.solve.pipeline.stages import Pipeline
 
+AHEAD = 4
+"""So many evaluations are under way at most: with more, what they find is known too late for those that follow."""
+
 Asked: TypeAlias = tuple[Branch, FoundPlan | None, tuple[Path, ...]]
 """The arguments of :meth:`Evaluator.evaluate`."""
 

@@ -18,8 +18,6 @@ from typing import Any
 from planner.base.host import cores
 from planner.formulation.decisions import DecisionGraph
 
-AHEAD = 4
-"""So many evaluations are under way at most: with more, what they find is known too late for those that follow."""
 WORTHWHILE_S = 0.3
 """Searches that take no longer have no other processes: one is ready after about as long."""
 
@@ -28,10 +26,13 @@ class ProcessPool:
     """Processes that evaluate candidates, for one search after another.
 
     Used as a context, which ends them, whatever they are at.
+
+    Args:
+        most: so many are of use.
     """
 
-    def __init__(self) -> None:
-        self._since = time.monotonic()
+    def __init__(self, most: int) -> None:
+        self._most, self._since = most, time.monotonic()
         self._processes: list[Process] | None = None
         self._known: dict[DecisionGraph, int] = {}
 
@@ -80,7 +81,7 @@ class ProcessPool:
         if usable < 2 or not sys.executable or getattr(sys, "frozen", False):
             return
         with contextlib.suppress(OSError, RuntimeError):
-            for _ in range(min(usable + 1, AHEAD)):
+            for _ in range(min(usable + 1, self._most)):
                 processes.append(Process())
 
 

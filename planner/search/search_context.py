@@ -37,8 +37,8 @@ class SearchContext:
     ``levels`` are those of recomputation; ``spare_bytes`` are left of every device's memory; ``gap`` is the part of a
     step that need not be proved; ``seconds`` adds up where time goes; ``known`` holds the labels that were found,
     ``formulated`` the space of each configuration of a model and its training, and ``chains`` those of choices. A plan
-    may take ``memory_bytes`` of a device; ``None``: all that it can use. The processes of a
-    ``pool`` evaluate candidates where there is one.
+    may take ``memory_bytes`` of a device; ``None``: all that it can use. Where there is a
+    ``pool``, its processes evaluate candidates.
     """
 
     cost: CostModel
