@@ -41,7 +41,7 @@ def run(folder: str, program: str, seed: int | None = None) -> str:
 def test_the_example_plans_and_trains(tmp_path: Path) -> None:
     """In processes that imported torch once; that torchrun starts such programs is for ``test_processes`` to say."""
     before_planning, _, _ = PLAN.partition("plan    =")
-    preload = ("torch", "transformers.models.gpt2.modeling_gpt2", "tests.autopar.cli.test_readme")
+    preload = ("tests.conftest", "torch", "transformers.models.gpt2.modeling_gpt2", "tests.autopar.cli.test_readme")
     with LocalProcesses(4, preload) as processes:
         losses = processes.run(run, str(tmp_path), TRAIN, ranks=2)
         assert len(losses[0].splitlines()) == 8 and not losses[1]
