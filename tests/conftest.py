@@ -1,6 +1,7 @@
 """What every test runs under. Nothing here imports torch: the planner's tests run without it."""
 
 import gc
+import math
 import os
 import signal
 import sys
@@ -8,6 +9,8 @@ from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from planner.search import process_pool
 
 # Before torch or transformers is first imported, and inherited by the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -25,6 +28,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Cyclic garbage is looked for a hundred times less often: torch, transformers and captured models are a million objects
 # that live as long as the tests, and walking over them took a seventh of the time. Before they are imported.
 gc.set_threshold(100_000)
+
+# Searches start no processes beside them: every core has a worker of its own, and three interpreters start for longer
+# than a small model is searched. They would find the same, as test_evaluations says, which starts them.
+process_pool.WORTHWHILE_S = math.inf
 
 # The same examples every time, and no deadlines: the machine may be busy.
 settings.register_profile(

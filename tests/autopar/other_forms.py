@@ -83,8 +83,9 @@ def batch_of(rows: int = BATCH, length: int = SEQ, seed: int = 1, *, labels: boo
 
 
 def plan_of(pin: Mapping[str, Any] | None, ranks: int) -> dict[str, Any]:
+    cluster = cluster_of(ranks, host="offload" in (pin or {}))
     with captured_once():
-        return autopar.plan(tiny(), cluster_of(ranks), example_kwargs=batch_of(), pin=pin).to_dict()
+        return autopar.plan(tiny(), cluster, example_kwargs=batch_of(), pin=pin).to_dict()
 
 
 def parallel(model: nn.Module, document: Mapping[str, Any], batch: Batch, **options: Any) -> ParallelModule:

@@ -197,8 +197,9 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return loss_fn(model(**{name: value for name, value in batch.items() if name != "target"}), batch)
 
 
-def cluster_of(ranks: int) -> ClusterSpec:
-    return ClusterSpec.local(ranks, memory_bytes="4 GiB", cores=4, host_memory_bytes="4 GiB")
+def cluster_of(ranks: int, host: bool = False) -> ClusterSpec:
+    """Devices of these tests; with a host beside them plans that keep model data there are searched, too."""
+    return ClusterSpec.local(ranks, memory_bytes="4 GiB", cores=4, host_memory_bytes="4 GiB" if host else None)
 
 
 def plan_of(
@@ -211,7 +212,7 @@ def plan_of(
 ) -> dict[str, Any]:
     """A plan as the document that every rank is given; made by the parent, once."""
     model, batch = model_of(name, dropout, dtype), batch_of(name, dtype=dtype)
-    cluster = cluster or cluster_of(ranks)
+    cluster = cluster or cluster_of(ranks, host=pin is None or "offload" in pin)
     with captured_once():
         return autopar.plan(model, cluster, example_kwargs=batch, loss_fn=loss_fn, pin=pin).to_dict()
 

@@ -28,27 +28,28 @@ def run(folder: str, program: str, seed: int | None = None) -> str:
     """What a program prints that is run in a folder, by one of some processes, each of which draws other numbers unless
     a seed is given.
     """
+    before, printed = os.getcwd(), io.StringIO()
     os.chdir(folder)
     torch.manual_seed(torch.distributed.get_rank() if seed is None else seed)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
     return printed.getvalue()
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_the_example_plans_and_trains(tmp_path: Path) -> None:
+def test_the_example_plans_and_trains(pool: LocalProcesses, tmp_path: Path) -> None:
     """In processes that imported torch once; that torchrun starts such programs is for ``test_processes`` to say."""
     before_planning, _, _ = PLAN.partition("plan    =")
-    preload = ("torch", "transformers.models.gpt2.modeling_gpt2", "tests.autopar.cli.test_readme")
-    with LocalProcesses(4, preload) as processes:
-        losses = processes.run(run, str(tmp_path), TRAIN, ranks=2)
-        assert len(losses[0].splitlines()) == 8 and not losses[1]
-        (said,) = processes.run(run, str(tmp_path), PLAN, ranks=1)
-        assert "GPT2LMHeadModel" in said and "next best" in said
-        assert (tmp_path / "plan.json").exists() and (tmp_path / "plan.html").exists()
-        processes.run(run, str(tmp_path), before_planning + APPLY, 0)  # with "the same global batch on every rank"
+    losses = pool.run(run, str(tmp_path), TRAIN, ranks=2)
+    assert len(losses[0].splitlines()) == 8 and not losses[1]
+    (said,) = pool.run(run, str(tmp_path), PLAN, ranks=1)
+    assert "GPT2LMHeadModel" in said and "next best" in said
+    assert (tmp_path / "plan.json").exists() and (tmp_path / "plan.html").exists()
+    pool.run(run, str(tmp_path), before_planning + APPLY, 0)  # with "the same global batch on every rank"
 
 
 def test_the_cluster_file_that_is_shown_is_one() -> None:

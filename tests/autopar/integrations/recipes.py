@@ -37,6 +37,7 @@ OWN = {
 }
 """What makes a recipe one of the framework alone, in one process."""
 PRELOAD = (
+    "tests.conftest",
     *("torch", "torch._export.non_strict_utils", "torch._functorch.aot_autograd", "networkx", "peft", "datasets"),
     *("transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "lightning.pytorch"),
     *("trl.trainer.sft_trainer", "autopar.driver.parallelize", "autopar.verification.float64"),

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.driver.plan import assign, plan_traced, staged
-from autopar.driver.trace import trace
+from autopar.driver.trace import Traced, trace
 from autopar.runtime.pipeline.actions import StageActions
 from autopar.runtime.pipeline.executor import _Run
 from autopar.runtime.spmd import parameters, prefetch_gather
@@ -133,9 +133,10 @@ class Residuals(nn.Module):
         return x.square().mean(), y
 
 
-def planned(model: nn.Module, x: Tensor, **pin: object) -> Plan:
+def planned(traced: Traced, **pin: object) -> Plan:
+    """A plan with all model data on devices, of two ranks or of two by two."""
     ranks = 4 if not {"replicate", "tensor", "pipeline"}.isdisjoint(pin) else 2
-    return plan_traced(trace(model, (x,)), ClusterSpec.local(ranks), Pins.parse(pin), Training())
+    return plan_traced(traced, ClusterSpec.local(ranks), Pins.parse({"offload": "none", **pin}), Training())
 
 
 class Calls(list[str]):
@@ -185,8 +186,9 @@ def test_gathers_are_a_block_ahead_and_gradients_are_reduced_beside_the_next_blo
 ) -> None:
     torch.manual_seed(0)
     model, x = Residuals(), torch.randn(4, WIDTH)
-    plan = planned(model, x, data=2, zero=3, recompute=recompute)
-    with Simulation(model, trace(model, (x,)).captured, plan.assignment) as simulation:
+    traced = trace(model, (x,))
+    plan = planned(traced, data=2, zero=3, recompute=recompute)
+    with Simulation(model, traced.captured, plan.assignment) as simulation:
         (inputs,) = simulation.inputs((x,), {})[0]
         for _ in range(2):
             calls.clear()
@@ -225,7 +227,7 @@ def test_micro_batched_gathers_are_a_block_ahead_within_an_action(
         do(run, actions, action)
 
     monkeypatch.setattr(_Run, "_act", act)
-    plan = planned(model, x, data=2, zero=3, micro_batches=2, recompute=recompute, **{"schedule": "1f1b", **pin})
+    plan = planned(traced, data=2, zero=3, micro_batches=2, recompute=recompute, **{"schedule": "1f1b", **pin})
     assignment, micro_batched = staged(plan, assign(traced, plan))
     with Simulation(model, traced.captured, assignment, 0, micro_batched) as simulation:
         (inputs,) = simulation.inputs((x,), {})[0]
@@ -249,8 +251,7 @@ def test_micro_batched_gathers_are_a_block_ahead_within_an_action(
 def test_micro_batched_a_plan_that_waits_gathers_nothing_ahead(calls: Calls) -> None:
     torch.manual_seed(0)
     ref = reference(Residuals(), (torch.randn(4, WIDTH),))
-    pins = Pins.parse({"data": 2, "zero": 3, "micro_batches": 2, "recompute": "full"})
-    plan = plan_traced(ref.traced, ClusterSpec.local(2), pins, Training())
+    plan = planned(ref.traced, data=2, zero=3, micro_batches=2, recompute="full")
     data = plan.to_dict()
     waiting = Plan.from_dict({**data, "pipeline": {**data["pipeline"], "waits": True}})
     for each in (plan, waiting):
@@ -278,8 +279,8 @@ def test_a_step_of_zero_3_passes_each_chunk_three_times(
 ) -> None:
     """Two gathers and a reduce-scatter of each: 6 (P-1)/P bytes of every parameter in bfloat16, none for padding."""
     model, x = Residuals().bfloat16(), torch.randn(6, WIDTH, dtype=torch.bfloat16)
-    pins = Pins.parse({"data": ranks, "zero": 3, "recompute": recompute})
-    plan = plan_traced(trace(model, (x,)), ClusterSpec.local(ranks), pins, Training())
+    traced, pins = trace(model, (x,)), Pins.parse({"data": ranks, "zero": 3, "recompute": recompute})
+    plan = plan_traced(traced, ClusterSpec.local(ranks), pins, Training())
     passed: dict[str, list[float]] = {"gather": [], "reduce": []}
 
     def all_gather(every: Tensor, own: Tensor, **options: Any) -> Any:  # in a ring, to each of the others
@@ -293,7 +294,7 @@ def test_a_step_of_zero_3_passes_each_chunk_three_times(
     gather, reduce = prefetch_gather.all_gather, parameters.reduce_scatter
     monkeypatch.setattr(prefetch_gather, "all_gather", all_gather)
     monkeypatch.setattr(parameters, "reduce_scatter", reduce_scatter)
-    with Simulation(model, trace(model, (x,)).captured, plan.assignment) as simulation:
+    with Simulation(model, traced.captured, plan.assignment) as simulation:
         (inputs,) = simulation.inputs((x,), {})[0]
         simulation.module(inputs)[0].backward()
     assert {kind: len(each) for kind, each in passed.items()} == {"gather": 2 * LAYERS, "reduce": LAYERS}
@@ -307,7 +308,8 @@ def test_a_step_of_zero_3_passes_each_chunk_three_times(
 def test_a_step_that_failed_leaves_nothing_to_the_next(calls: Calls, pin: Mapping[str, object]) -> None:
     torch.manual_seed(0)
     model, x = Residuals(), torch.randn(4, WIDTH)
-    traced, plan = trace(model, (x,)), planned(model, x, data=2, zero=3, **pin)
+    traced = trace(model, (x,))
+    plan = planned(traced, data=2, zero=3, **pin)
     assignment, micro_batched = staged(plan, assign(traced, plan))
     with Simulation(model, traced.captured, assignment, 0, micro_batched) as simulation:
         module, (inputs,) = simulation.module, simulation.inputs((x,), {})[0]
@@ -338,7 +340,8 @@ def test_a_forward_that_failed_holds_no_gathered_memory(
 ) -> None:
     """Not until garbage is collected either."""
     model, x = Residuals(), torch.randn(4, WIDTH)
-    traced, plan = trace(model, (x,)), planned(model, x, data=2, zero=3, recompute=recompute, **pin)
+    traced = trace(model, (x,))
+    plan = planned(traced, data=2, zero=3, recompute=recompute, **pin)
     assignment, micro_batched = staged(plan, assign(traced, plan))
     alive: weakref.WeakSet[object] = weakref.WeakSet()
 
@@ -386,7 +389,7 @@ def test_nothing_is_gathered_for_a_block_that_backward_does_not_reach(
     """Calls are as predicted, and gradients those of the model."""
     torch.manual_seed(0)
     model, x = Residuals(**form), torch.randn(4, WIDTH)
-    autopar.verify(model, planned(model, x, data=2, zero=3, **pin), example_args=(x,))
+    autopar.verify(model, planned(trace(model, (x,)), data=2, zero=3, **pin), example_args=(x,))
 
 
 class Headed(Residuals):

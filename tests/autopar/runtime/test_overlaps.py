@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from autopar.driver.plan import assign, staged
-from autopar.driver.trace import trace
+from autopar.driver.trace import Traced, trace
 from autopar.emit.build import build
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pipeline import p2p
@@ -22,6 +23,7 @@ from autopar.runtime.spmd.mesh import device_mesh, part_of, pipeline_mesh
 from autopar.verification.simulator import fake_process_group
 from planner.analysis.overlaps import ObservedFlight, Overlap, overlaps, scheduled_overlaps
 from planner.plan.overlap_comparison import compare_overlaps
+from planner.plan.plan import Plan
 from tests.autopar.runtime.test_gather import WIDTH, Residuals, planned
 
 ZERO_3: Mapping[str, Any] = {"data": 2, "zero": 3, "recompute": "full"}
@@ -33,7 +35,7 @@ def traced(pin: Mapping[str, Any], model: Residuals) -> tuple[list[Overlap], lis
     dtype = torch.bfloat16 if "reduce_dtype" in pin else torch.float32
     model, x = model.to(dtype), torch.randn(4, WIDTH, dtype=dtype)
     found = trace(model, (x,))
-    assignment = assign(found, planned(model, x, **pin))
+    assignment = assign(found, planned(found, **pin))
     with _rank(found, assignment, model) as module:
         optimizer = module.optimizer(torch.optim.SGD, lr=0.0)
         part = module.shard((x,))[0]
@@ -91,14 +93,23 @@ def scheduled(
     return made
 
 
+@functools.cache
+def of_all_ranks(
+    pin: tuple[tuple[str, Any], ...], form: tuple[tuple[str, int], ...]
+) -> tuple[Residuals, torch.Tensor, Traced, Plan]:
+    """A model, its inputs, what is captured of it, and its plan: made once for all ranks, and whatever goes wrong."""
+    torch.manual_seed(0)
+    model, x = Residuals(**dict(form)), torch.randn(16, WIDTH)
+    found = trace(model, (x,))
+    return model, x, found, planned(found, **dict(pin))
+
+
 @contextlib.contextmanager
 def micro_batched(
     pin: Mapping[str, Any], form: Mapping[str, int], ranks: int = 1, rank: int = 0
 ) -> Iterator[tuple[ParallelModule, torch.Tensor, list[Overlap]]]:
     """A rank whose collectives and messages carry nothing, what it takes of a batch, and what it is planned to do."""
-    torch.manual_seed(0)
-    model, x = Residuals(**form), torch.randn(16, WIDTH)
-    found, plan = trace(model, (x,)), planned(model, x, **pin)
+    model, x, found, plan = of_all_ranks((*pin.items(),), (*form.items(),))
     assignment, step = staged(plan, assign(found, plan))
     assert step is not None
     whole, mesh = dict(model.named_parameters()), plan.mesh.micro_batched(1)

@@ -133,10 +133,12 @@ def planned_for_eight_gpus(sizes: list[tuple[int, int, str]], state: int, pin: d
 
 
 def test_placements_of_criteos_tables_compete_with_plans_that_decide_each_by_itself() -> None:
-    plan = planned_for_eight_gpus([(rows, 1, "one") for rows in CRITEO], 1)
+    pin = {"pipeline": 1, "micro_batches": 1, "offload": "none"}
+    plan = planned_for_eight_gpus([(rows, 1, "one") for rows in CRITEO], 1, pin)
     tables = plan.tables
     assert tables is not None and tables.status == "optimal" and len(tables.tables) == 26
-    assert tables.other_s is not None and plan.predicted.step_time_s < tables.other_s
+    assert tables.other_s is not None
+    assert 0.9 * tables.other_s < plan.predicted.step_time_s < tables.other_s
     assert plan.predicted.peak_bytes < plan.cluster.device.usable_bytes and not plan.coverage
     slabs = [name for name in plan.parameters if name.startswith("embedding_slabs")]
     assert len(slabs) == 1 and plan.parameters[slabs[0]] == "S(0)"

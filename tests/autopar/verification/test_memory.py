@@ -32,6 +32,7 @@ from planner.ir.graph import Node, TensorType
 from planner.ir.layout import local_shape
 from planner.ops.saved_tensors import beside, is_own, own_bytes, saved_tensors
 from planner.ops.table import WHOLE
+from planner.plan.plan import Plan
 from tests.autopar.allocated import changes_during, most_bytes
 from tests.autopar.models import MODELS, Model, llama, text
 
@@ -61,11 +62,17 @@ def of_zoo(name: str) -> tuple[nn.Module, Traced]:
     return model, trace(model, None, batch)
 
 
+def planned(traced: Traced, ranks: int, pin: Mapping[str, Any], training: Training | None = None) -> Plan:
+    """A plan that keeps all model data on devices: no other is searched."""
+    pins = Pins.parse({"offload": "none", **pin})
+    return plan_traced(traced, ClusterSpec.local(ranks), pins, training or Training())
+
+
 @pytest.mark.parametrize("name, case", CASES, ids=str)
 def test_the_predicted_peak_is_the_observed_one(name: str, case: tuple[int, Mapping[str, object]]) -> None:
     ranks, pin = case
     model, traced = of_zoo(name)
-    plan = plan_traced(traced, ClusterSpec.local(ranks), Pins.parse(pin), Training())
+    plan = planned(traced, ranks, pin)
     observed = observed_peak(model, traced, plan.assignment)
     assert plan.predicted.peak_bytes == pytest.approx(observed, rel=TOLERANCE)
 
@@ -78,7 +85,7 @@ def test_attention_in_a_ring_needs_no_more_on_more_ranks(kind: str) -> None:
         model, x = Layer(causal=True), torch.randn(1, 256 * ranks, HEADS * HEAD)
         traced = trace(model, (x,), None)
         pin = {"context": ranks, "context_kind": kind, "zero": 0, "pipeline": 1, "micro_batches": 1}
-        plan = plan_traced(traced, ClusterSpec.local(ranks), Pins.parse(pin), Training())
+        plan = planned(traced, ranks, pin)
         observed = observed_peak(model, traced, plan.assignment)
         assert plan.predicted.peak_bytes == pytest.approx(observed, rel=0.08)
         found.add((plan.predicted.peak_bytes - 4 * x.numel(), observed - 4 * x.numel()))
@@ -94,7 +101,7 @@ def test_what_a_loss_in_parts_keeps_is_made_anew() -> None:
     observed = {}
     for level in ("full", "none"):
         pin = {"context": 2, "recompute": level, "pipeline": 1, "micro_batches": 1, "zero": 0}
-        plan = plan_traced(traced, ClusterSpec.local(2), Pins.parse(pin), Training())
+        plan = planned(traced, 2, pin)
         observed[level] = observed_peak(model, traced, plan.assignment)
         assert plan.predicted.peak_bytes == pytest.approx(observed[level], rel=0.01)
     kept = tokens // 2 // parts * vocab * 4
@@ -140,8 +147,7 @@ def test_gradients_that_backward_uses_are_there_for_a_block_or_two(ranks: int, p
     model, batch = Layers(), {"x": torch.randn(4, 64)}
     traced, found = trace(model, None, batch), {}
     for update in ("after", "backward"):
-        pins = Pins.parse({**pin, "recompute": "none", "update": update})
-        plan = plan_traced(traced, ClusterSpec.local(ranks), pins, Training())
+        plan = planned(traced, ranks, {**pin, "recompute": "none", "update": update})
         observed = most_bytes_of_backward(model, traced, plan.assignment)
         assert plan.predicted.peak_bytes == pytest.approx(observed, rel=0.002)
         found[update] = observed
@@ -224,7 +230,7 @@ def test_the_predicted_peak_is_the_observed_one_with_masters(name: str, pin: Map
     model, batch = MODELS[name].build()
     model.bfloat16()
     traced = trace(model, None, batch)
-    plan = plan_traced(traced, ClusterSpec.local(2), Pins.parse(pin), Training(optimizer_bytes_per_element=12))
+    plan = planned(traced, 2, pin, Training(optimizer_bytes_per_element=12))
     observed = observed_peak(model, traced, plan.assignment, torch.float32)
     assert plan.predicted.peak_bytes == pytest.approx(observed, rel=TOLERANCE)
 
@@ -248,8 +254,7 @@ def test_the_predicted_peak_of_parameters_gathered_in_each_micro_batch_is_the_ob
     traced = trace(model, None, batch)
     observed: dict[object, int] = {}
     for zero, level in ((2, "none"), (3, "none"), (3, "full")):
-        pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": zero, "recompute": level})
-        plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
+        plan = planned(traced, 2, {"data": 2, "micro_batches": 4, "zero": zero, "recompute": level})
         observed[zero, level] = memory_micro_batched.observed_peak(model, traced, plan)
         if zero == 3:
             assert plan.predicted.peak_bytes == pytest.approx(observed[zero, level], rel=0.025)
@@ -278,7 +283,7 @@ def test_no_rank_of_a_pipeline_takes_more_than_predicted(name: str, pins: list[d
     """
     model, traced = of_zoo(name)
     for pin in pins:
-        plan = plan_traced(traced, ClusterSpec.local(2 * pin.get("tensor", 1)), Pins.parse(pin), Training())
+        plan = planned(traced, 2 * pin.get("tensor", 1), pin)
         observed = max(memory_micro_batched.observed_peak(model, traced, plan, rank) for rank in range(2))
         assert 0.98 <= plan.predicted.peak_bytes / observed <= (1.15 if pin["schedule"] == "1f1b" else 1.25), pin
 
@@ -314,8 +319,7 @@ class TiedEnds(nn.Module):
 def test_what_norms_keep_stays_where_blocks_recompute() -> None:
     model, batch = Narrow(), {"x": torch.randn(4096, 8)}
     traced = trace(model, None, batch)
-    pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": 0, "recompute": "full"})
-    plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
+    plan = planned(traced, 2, {"data": 2, "micro_batches": 4, "zero": 0, "recompute": "full"})
     observed = memory_micro_batched.observed_peak(model, traced, plan)
     assert plan.predicted.peak_bytes == pytest.approx(observed, rel=0.01)
 
@@ -326,8 +330,7 @@ def test_a_tied_embedding_that_is_stored_whole_waits_for_its_second_gradient(lay
     model = TiedEnds()
     batch = {"ids": torch.randint(0, 2048, (32,)), "labels": torch.randint(0, 2048, (32,))}
     traced = trace(model, None, batch)
-    pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": {"embed*": 0, "layers.*": layers}})
-    plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
+    plan = planned(traced, 2, {"data": 2, "micro_batches": 4, "zero": {"embed*": 0, "layers.*": layers}})
     observed = memory_micro_batched.observed_peak(model, traced, plan)
     assert plan.predicted.peak_bytes == pytest.approx(observed, rel=0.01)
 
@@ -336,8 +339,7 @@ def test_a_tied_embedding_that_is_stored_whole_waits_for_its_second_gradient(lay
 def test_gradients_that_are_summed_once_a_step_are_there_twice_then(name: str, error: float) -> None:
     """With more micro-batches less is saved, until a step is fullest at its end."""
     model, traced = of_zoo(name)
-    pins = Pins.parse({"data": 2, "micro_batches": 4, "zero": 0, "recompute": "none"})
-    plan = plan_traced(traced, ClusterSpec.local(2), pins, Training())
+    plan = planned(traced, 2, {"data": 2, "micro_batches": 4, "zero": 0, "recompute": "none"})
     assert plan.predicted.fullest_at == "reducing gradients"
     assert plan.predicted.peak_bytes == pytest.approx(
         memory_micro_batched.observed_peak(model, traced, plan), rel=error
@@ -356,8 +358,7 @@ def test_gradients_that_are_summed_once_a_step_are_there_twice_then(name: str, e
 )
 def test_gradients_count_from_when_they_are_there(name: str, pin: dict[str, Any]) -> None:
     model, traced = of_zoo(name)
-    pins = Pins.parse({**pin, "micro_batches": 4, "recompute": "none"})
-    plan = plan_traced(traced, ClusterSpec.local(2), pins, Training(discards=()))
+    plan = planned(traced, 2, {**pin, "micro_batches": 4, "recompute": "none"}, Training(discards=()))
     observed = max(
         memory_micro_batched.observed_peak(model, traced, plan, rank) for rank in range(pin.get("pipeline", 1))
     )

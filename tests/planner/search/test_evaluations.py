@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -44,7 +45,9 @@ def searched(progress: Progress | None = None) -> Searched:
     return search(GRAPH, cluster(8), Pins(), Training(), progress=progress)
 
 
+@functools.cache
 def alone() -> Searched:
+    """What one process finds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_pool, "cores", lambda: 1)
         return searched()
