@@ -34,7 +34,7 @@ from planner.search.candidates import (
     together,
 )
 from planner.search.parallel_config import ParallelConfig
-from planner.search.pipeline_bounds import PipelineBounds
+from planner.search.pipeline_bounds import Left, PipelineBounds
 from planner.search.search_context import SearchContext
 from planner.solve.choices import lightest, lower_bound_between
 from planner.solve.pipeline.master import Paths
@@ -47,7 +47,7 @@ DOUBT = 1.5
 """So many times longer a step is expected where samples are too few for the ranks; see :func:`doubt_of`."""
 GROWTH = 0.08
 """A step is expected to grow by this power of the micro-batches beyond those that it is bounded with."""
-FEW = 500
+FEW = 200
 """So many plans of a pipeline are looked at one by one."""
 BETTER = 500
 """Effort for cutting what gave the best plan once more."""
@@ -218,7 +218,7 @@ class Evaluator:
         """A pipeline with what its stages wait and hold; bounded only where it is likely to be slower than the best
         plan, and cut at once while there is none.
         """
-        branch = self._at_prices(branch, best, is_proof=False)
+        branch, _ = self._at_prices(branch, best, is_proof=False)
         return branch if best is not None or not branch.is_by_itself else self._cut_closely(branch, best)
 
     def _cut_closely(self, branch: Branch, best: FoundPlan | None) -> Branch:
@@ -234,43 +234,43 @@ class Evaluator:
         """A pipeline bounded with what its stages wait and hold, whatever its cut and its recomputation; and cut for
         what solved that.
         """
-        branch = replace(self._at_prices(branch, best, is_proof=True), is_priced=True)
+        branch, left = self._at_prices(branch, best, is_proof=True)
+        branch = replace(branch, is_priced=True)
         if is_near(self.context, branch, best):
             return close(branch, best)
         found = self._cut(branch, best, THOROUGH)
-        return found if found.candidate.status == "optimal" else self._enumerated(found, best)
+        if found.candidate.status != "optimal" and (best is not None or found.best is None):
+            found = self._enumerated(found, best, left)
+        is_open = found.candidate.status != "optimal" and best is None and found.best is not None
+        return self._proved(found, found.best) if is_open else found
 
-    def _enumerated(self, branch: Branch, best: FoundPlan | None) -> Branch:
-        """A pipeline of a small model with all its plans looked at that may be faster than the best by more than the
-        gap: what is proved under prices may leave one.
+    def _enumerated(self, branch: Branch, best: FoundPlan | None, waiting: Left | None) -> Branch:
+        """A pipeline of a small model with the plans looked at one by one, up to :data:`FEW`, that may be faster than
+        the best by more than the gap, what is proved under prices may leave one; or until one fits, if there is none.
         """
-        assert branch.pipeline is not None and branch.bounded_by is not None
+        assert branch.pipeline is not None
         best, before = better(best, branch), time.monotonic()
-        config, enough_s = branch.candidate.config, cutoff_s(self.context, best)
-        known = self._bounds_of(branch.bounded_by).below(enough_s, FEW)
-        if known is None or (known and len(known) * self._ways_of(branch, known[0][1]) > FEW):
+        config, left, is_first = branch.candidate.config, FEW, best is None
+        if waiting is None or ways_of(self.context.links(self._space(branch), branch.met[-1]), branch.pipeline) > FEW:
             return branch
-        bound_s = enough_s
-        for least_s, choices in known:
-            if self.context.is_late():
-                bound_s = min(bound_s, least_s)
+        bound_s = math.inf
+        for least_s, choices in waiting:
+            cutoff = cutoff_s(self.context, best)
+            if least_s >= cutoff or left < 0 or (is_first and best is not None) or self.context.is_late():
+                bound_s = least_s
                 break
-            if least_s < cutoff_s(self.context, best):
-                links = self.context.links(self._space(branch), choices)
-                found = enumerated(links, branch.pipeline, self.context.limit_bytes, cutoff_s(self.context, best))
-                if found is not None:
-                    best = FoundPlan.of(config, choices, found)
-                    branch = replace(branch, candidate=branch.candidate.costing(found.evaluation), best=best)
+            links = self.context.links_anew(self._space(branch), choices)
+            left -= ways_of(links, branch.pipeline)
+            found = enumerated(links, branch.pipeline, self.context.limit_bytes, cutoff)
+            if found is not None:
+                best = FoundPlan.of(config, choices, found)
+                branch = replace(branch, candidate=branch.candidate.costing(found.evaluation), best=best)
         self.context.took("solve", before)
         bound_s = min(bound_s, cutoff_s(self.context, best))
         candidate = replace(branch.candidate, bound_s=max(branch.candidate.bound_s, bound_s), proof="search")
         return close(replace(branch, candidate=candidate), best)
 
-    def _ways_of(self, branch: Branch, choices: tuple[int, ...]) -> int:
-        assert branch.pipeline is not None
-        return ways_of(self.context.links(self._space(branch), choices), branch.pipeline)
-
-    def _at_prices(self, branch: Branch, best: FoundPlan | None, is_proof: bool) -> Branch:
+    def _at_prices(self, branch: Branch, best: FoundPlan | None, is_proof: bool) -> tuple[Branch, Left | None]:
         assert branch.pipeline is not None and branch.bounded_by is not None
         bounds, paths = self._bounds_of(branch.bounded_by), self._paths_of(branch.candidate.config, branch.pipeline)
         before = time.monotonic()
@@ -280,7 +280,8 @@ class Evaluator:
         bound_s = branch.candidate.bound_s
         status = "infeasible" if math.isinf(bound_s) else "none found" if branch.is_sought else "not tried"
         candidate = replace(branch.candidate, status=status)
-        return replace(branch, candidate=candidate, met=found.choices, likely_s=max(found.expected_s, bound_s))
+        likely_s = max(found.expected_s, bound_s)
+        return replace(branch, candidate=candidate, met=found.choices, likely_s=likely_s), found.left
 
     def _cut(self, branch: Branch, best: FoundPlan | None, effort: int = QUICK) -> Branch:
         """A pipeline cut for what solves its relaxation."""

@@ -9,10 +9,12 @@ for the master program. The two meet where no block is cheaper in a new one.
 from __future__ import annotations
 
 import copy
+import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from planner.formulation.stage_boundaries import crossing
 from planner.formulation.stage_costs import StageCosts
 from planner.ir.layout import PIPELINE, Axis
 from planner.solve.choices.tree import Tree
-from planner.solve.choices.under_many import ENTRIES, LeastOfEach, assignments_below, least_of_each, least_with_choices
+from planner.solve.choices.under_many import ENTRIES, LeastOfEach, in_order, least_of_each, least_with_choices
 from planner.solve.pipeline.master import Master, MasterSolution, Paths, Prices, Variant
 from planner.solve.pipeline.packing import BlockVariant, Packing, RankCapacities
 from planner.solve.pipeline.stages import Pipeline
@@ -56,16 +58,24 @@ OVER = 30.0
 """Price of a device's memory beyond what there is, in steps."""
 
 
+Left: TypeAlias = Iterator[tuple[float, tuple[int, ...]]]
+"""Choices with what plans with them take at least: those that may be fastest first, or where no plan is known, those
+that may need least memory. They are found as they are asked for.
+"""
+
+
 @dataclass(frozen=True)
 class PipelineBound:
     """No plan of a pipeline takes less than ``time_s``; infinite: none fits.
 
-    ``expected_s`` is what the relaxation takes with the ``choices`` that were met, best last.
+    ``expected_s`` is what the relaxation takes with the ``choices`` that were met, best last. Of a bound that is a
+    proof, but no less than was asked for, ``left`` are all choices that may do better, unless there are too many.
     """
 
     time_s: float
     choices: tuple[tuple[int, ...], ...]
     expected_s: float = 0.0
+    left: Left | None = None
 
 
 class PipelineBounds:
@@ -166,15 +176,6 @@ class PipelineBounds:
         assert self.costs.kept is not None
         return tuple(int(kept[each]) for kept, each in zip(self.costs.kept, assignment, strict=True))
 
-    def below(self, enough_s: float, most: int) -> list[tuple[float, tuple[int, ...]]] | None:
-        """All choices with which plans may take less than ``enough_s``, with what these take at least, fastest first;
-        ``None``: there are more than ``most``.
-        """
-        if self.costs.kept is None or self.free_s >= enough_s:
-            return []
-        found = assignments_below(self._at_even_pace(), 0, enough_s, most)
-        return None if found is None else [(least_s, self._choices_of(each)) for least_s, each in found]
-
     def of(self, paths: Paths, enough_s: float, is_proof: bool = True) -> PipelineBound:
         """That of one pipeline, raised no further once it reaches ``enough_s``; unless it ``is_proof`` only if it may
         reach that.
@@ -223,7 +224,45 @@ class PipelineBounds:
         if bound_s >= enough_s:
             return PipelineBound(bound_s, self.choices, solution.step_s)
         best = [*_most_used(met, master, solution), self._alike(master.variants[0], solution, ranks)]
-        return PipelineBound(bound_s, tuple(dict.fromkeys(best)), solution.step_s)
+        left: Left | None = None
+        if is_proof and self._tree is not None and self._tree.exact:
+            left = self._least_memory_first(bound_s, paths.pipeline, part)
+            if math.isfinite(enough_s):
+                left = self._fastest_first(solution.prices, part * self.send_s, 1.0 / ranks)
+        return PipelineBound(bound_s, tuple(dict.fromkeys(best)), solution.step_s, left)
+
+    def _fastest_first(self, prices: Prices, send_s: float, once: float) -> Left:
+        """Choices by what all blocks cost under prices on the stage and at the level where they are cheapest.
+
+        Args:
+            send_s, once: as for :meth:`_under`.
+        """
+        at = [(stage, level) for stage in range(prices.stages) for level in range(len(self.costs.levels))]
+        besides_s = self._besides_s(prices, send_s) - self.costs.count * prices.bonus_s
+        _, least = self._least_of(at, prices, prices, once)
+        yield from self._in_order(least, [float(besides_s[stage]) for stage, _ in at])
+
+    def _least_memory_first(self, bound_s: float, pipeline: Pipeline, part: float) -> Left:
+        """Choices by the bytes that all ranks together need at least, as long as there are so many."""
+        free_bytes, in_flight = self._capacities(pipeline, part, self.limit_bytes)
+        prices, levels = _prices(np.zeros(1), 1.0, float(in_flight.min())), range(len(self.costs.levels))
+        _, least = self._least_of([(0, level) for level in levels], prices, prices, 0.0)
+        for over, choices in self._in_order(least, [-float(free_bytes.sum())] * len(levels)):
+            if over > 0.0:
+                return
+            yield bound_s, choices
+
+    def _in_order(self, least: LeastOfEach, more: Sequence[float]) -> Left:
+        """Choices by the least that they cost under any weights, and what is added under each of these."""
+
+        def under(k: int, more: float) -> Left:
+            return ((cost + more, self._choices_of(each)) for cost, each in in_order(least, k))
+
+        met = set[tuple[int, ...]]()
+        for cost, choices in heapq.merge(*(under(k, each) for k, each in enumerate(more))):
+            if choices not in met:
+                met.add(choices)
+                yield cost, choices
 
     def _master(self, paths: Paths, part: float, limit_bytes: int | None) -> Master:
         homes = {BODY: None, FIRST: 0, LAST: paths.pipeline.stages - 1, ANYWHERE: None}

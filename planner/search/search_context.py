@@ -140,8 +140,12 @@ class SearchContext:
         """The chain that choices make of the blocks."""
         key = space, choices
         if key not in self.chains:
-            self.chains[key] = links_of(assignment_of(space, choices), self.levels, self.pins.schedule)
+            self.chains[key] = self.links_anew(space, choices)
         return self.chains[key]
+
+    def links_anew(self, space: Space, choices: tuple[int, ...]) -> tuple[Link, ...]:
+        """The same, which is not kept: of choices that are looked at once."""
+        return links_of(assignment_of(space, choices), self.levels, self.pins.schedule)
 
     def say(self, text: str) -> None:
         """Tell whoever follows the search."""

@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 class Tiny(nn.Module):
     """A decoder that returns its loss given labels, and its logits always; the head is the embedding. A second head is
-    for the loss alone.
+    for the loss alone, and before the other, which all forms have, so that each has a last stage.
     """
 
     def __init__(self) -> None:
@@ -56,12 +56,11 @@ class Tiny(nn.Module):
             kept = mask[:, None, None, :].bool()
         for block in self.blocks:
             x = block(x, kept)
+        second = None if labels is None else self.second(x)
         logits = self.head(x)
-        if labels is None:
+        if labels is None or second is None:
             return {"logits": logits}
-        losses = [
-            nn.functional.cross_entropy(each.flatten(0, 1), labels.flatten()) for each in (logits, self.second(x))
-        ]
+        losses = [nn.functional.cross_entropy(each.flatten(0, 1), labels.flatten()) for each in (logits, second)]
         return {"loss": losses[0] + 0.5 * losses[1], "logits": logits}
 
 

@@ -7,10 +7,13 @@ with tables of a few thousand entries that takes about as long as a few of them 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,33 +78,58 @@ def least_of_each(
     return LeastOfEach(sum(roots, np.zeros(len(singles[0]))), tree, tables, sizes)
 
 
-def assignments_below(least: LeastOfEach, k: int, cost: float, most: int) -> list[tuple[float, Ints]] | None:
-    """All assignments that cost less than ``cost`` under the weights ``k``, cheapest first, with what they cost.
+def in_order(least: LeastOfEach, k: int) -> Iterator[tuple[float, Ints]]:
+    """All assignments with what they cost under the weights ``k``, cheapest first, found as they are asked for.
 
-    ``None``: there are more than ``most``, or a table was split, so that they are not known.
+    Each that waits is a choice for the first vertices, by what it costs with the best of what is left; of those that
+    cost the same the one of most vertices comes first. What is next best at its last vertex waits once it was taken.
+
+    Args:
+        least: of which no table was split.
     """
-    if not least.tree.exact:
-        return None
-    order = list(reversed(least.tree.clusters))
-    found: list[tuple[float, Ints]] = []
-    waiting = [(float(least.bounds[k]), 0, np.zeros(len(least.sizes), dtype=np.int64))]
-    while waiting:
-        so_far, at, chosen = waiting.pop()
-        if so_far >= cost:
-            continue
-        if at == len(order):
-            found.append((so_far, chosen))
-            if len(found) > most:
-                return None
-            continue
+    assert least.tree.exact
+    order, numbers = list(reversed(least.tree.clusters)), itertools.count()
+
+    def ways(at: int, chosen: Ints) -> Iterator[tuple[float, int]]:
+        """Choices at the next vertex, cheapest first, and what they cost more than the best."""
         cluster, number = order[at], len(order) - 1 - at
         costs = least.tables[number][(k, slice(None), *(chosen[u] for u in cluster.separator))]
-        for choice, more in enumerate(costs - costs.min()):
-            if so_far + more < cost:
-                other = chosen.copy()
-                other[cluster.vertex] = choice
-                waiting.append((so_far + float(more), at + 1, other))
-    return sorted(found, key=lambda each: each[0])
+        more = costs - costs.min()
+        return ((float(more[choice]), int(choice)) for choice in np.argsort(more, kind="stable"))
+
+    start = np.zeros(len(least.sizes), dtype=np.int64)
+    waiting = [_Waiting(float(least.bounds[k]), 0, next(numbers), start, iter(()), 0.0)]
+    while waiting:
+        cost, depth, _, chosen, others, parent_cost = heapq.heappop(waiting)
+        at = -depth
+        if math.isinf(cost):
+            return
+        if (beside := next(others, None)) is not None:
+            more, choice = beside
+            other = chosen.copy()
+            other[order[at - 1].vertex] = choice
+            heapq.heappush(waiting, _Waiting(parent_cost + more, depth, next(numbers), other, others, parent_cost))
+        if at == len(order):
+            yield cost, chosen
+            continue
+        inner = ways(at, chosen)
+        more, choice = next(inner)
+        other = chosen.copy()
+        other[order[at].vertex] = choice
+        heapq.heappush(waiting, _Waiting(cost + more, depth - 1, next(numbers), other, inner, cost))
+
+
+class _Waiting(NamedTuple):
+    """Choices for the first vertices: what they cost, how many vertices (less than none), in which order they came; the
+    choices, others for the last of the vertices, and what those before it cost.
+    """
+
+    cost: float
+    depth: int
+    number: int
+    chosen: Ints
+    others: Iterator[tuple[float, int]]
+    parent_cost: float
 
 
 def least_with_choices(least: LeastOfEach) -> list[Floats]:

@@ -222,14 +222,16 @@ class Plain(nn.Module):
 
 
 class Twice(nn.Module):
-    """One batch norm in two layers, so that the second goes on from the running statistics of the first."""
+    """One batch norm before and after two layers, wherever these are cut, so that the second time goes on from the
+    running statistics of the first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.norm = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.second(self.norm(self.first(x)).tanh())).tanh().square().mean()
+        return self.norm(self.second(self.first(self.norm(x)).tanh())).tanh().square().mean()
 
 
 BY_MICRO_BATCH = {"micro_batches": 2, "batch_norm": "micro_batch"}
