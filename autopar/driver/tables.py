@@ -18,7 +18,7 @@ from planner.formulation.training import Training
 from planner.plan.plan import Plan
 from planner.search.search_context import Progress
 from planner.tables.lookups import TableLookup, lookups
-from planner.tables.tables_plan import SLABS, TablesPlan, plan_tables
+from planner.tables.tables_plan import NO_SLAB, SLABS, TablesPlan, kinds_left, plan_tables
 
 MOST = 0.5
 """Where tables are so large a part of all parameters, placements of them are tried, whether or not that is pinned."""
@@ -51,7 +51,7 @@ def with_tables(
     found = left_open(traced, pins)
     is_tried = is_pinned or _are_most(found, traced)
     tables = _placed(found, traced, cluster, pins, training, PLACING * time_limit_s, progress) if is_tried else None
-    if is_tried and tables is None:
+    if is_tried and tables is None and not pins.tables:
         say(progress, "no slabs for embedding tables: they do not fit beside the rest of the model, held whole")
     if tables is None or not tables.in_slabs:
         return search(traced, time_limit_s)
@@ -123,8 +123,9 @@ def _placed(
         pinned.setdefault("*", (*SLABS,))
     with contextlib.suppress(InfeasibleError):
         return plan_tables(found, cluster, state, usable - kept, pinned, time_limit_s)
-    # The rest may be sharded too, which the search will tell.
-    return plan_tables(found, cluster, state, usable, pinned, time_limit_s) if pinned else None
+    # The rest may be sharded too, and so may tables in no slab, which the search will tell.
+    in_slabs = [each for each in found if kinds_left(each.table.name, pinned) != (NO_SLAB,)]
+    return plan_tables(in_slabs, cluster, state, usable, pinned, time_limit_s) if pinned and in_slabs else None
 
 
 def left_open(traced: Traced, pins: Pins) -> list[TableLookup]:

@@ -145,6 +145,11 @@ def plan_tables(
     )
 
 
+def kinds_left(name: str, pinned: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The kinds of slabs, or none, that pins leave a table: of globs the first that matches counts."""
+    return tuple(next((kinds for glob, kinds in pinned.items() if is_of(glob, name)), (*SLABS, NO_SLAB)))
+
+
 def _runnable(table: EmbeddingTable, cluster: ClusterSpec, step: TableStep) -> tuple[ShardingOption, ...]:
     """Options that a plan has: rows are sharded evenly."""
     is_even = table.rows % cluster.world_size == 0
@@ -184,9 +189,9 @@ def _allowed(
 ) -> tuple[ShardingOption, ...]:
     """The options of a table: in slabs of one kind, or in none, of those that pins leave.
 
-    Of globs the first that matches counts. A table that pins leave other slabs alone has those.
+    A table that pins leave other slabs alone has those.
     """
-    kinds = next((kinds for glob, kinds in pinned.items() if is_of(glob, name)), (*SLABS, NO_SLAB))
+    kinds = kinds_left(name, pinned)
     kept = tuple(o for o in options if (o.kind if o.kind in SLABS else NO_SLAB) in kinds)
     if not kept:
         there = ", ".join(dict.fromkeys(o.kind if o.kind in SLABS else NO_SLAB for o in options))

@@ -162,6 +162,13 @@ def test_whole_tables_are_given_to_ranks_with_room_for_them() -> None:
     assert plan.at(batch=2 * 65536).step_time_s > plan.predicted.step_time_s
 
 
+def test_tables_pinned_to_no_slab_are_sharded_where_no_device_holds_them_whole() -> None:
+    pin = {"tables": "none", "pipeline": 1, "micro_batches": 1, "offload": "none"}
+    plan = planned_for_eight_gpus([(40_000_000, 1, "one")] * 3, 1, pin)
+    assert plan.tables is None and not any(name.startswith("embedding_slabs") for name in plan.parameters)
+    assert 3 * 40_000_000 * 128 * 4 * 3 > plan.cluster.device.usable_bytes > 2 * plan.predicted.peak_bytes
+
+
 def test_what_is_refused() -> None:
     model, cluster, batch = dlrm.model(), dlrm.nodes_of_two(), dlrm.batch()
     with pytest.raises(PinError, match=r"pin 'tables' is of embedding tables .*, and 'top' is none: there are tables"):
