@@ -260,11 +260,10 @@ def _best_first(
     """Best first over the configurations, starting from the best plan known; what became of each, in their order."""
     arithmetic, schedule = Arithmetic(decision_graph, context.cost, context.training), context.pins.schedule
     batch, span = batch_of(decision_graph.graph), context.cost.cluster.spans[0]
-    waiting = begin_together(
-        begin(config, arithmetic.bound_s(config, schedule), doubt_of(config, batch, span)) for config in configs
-    )
+    bounds = {config: arithmetic.bound_s(config, schedule) for config in configs}
+    waiting = begin_together(begin(config, bounds[config], doubt_of(config, batch, span)) for config in configs)
     is_split = any(config.micro_batched for config in configs)
-    ordered, larger = seeds(configs, context.cost.cluster, decision_graph.graph) if is_split else ([], set())
+    ordered, larger = seeds(bounds, context.cost.cluster, decision_graph.graph) if is_split else ([], set())
     first = {config: number for number, config in enumerate(ordered)}
     closed, turns, likely_s = list[Branch](), itertools.count(), dict[ParallelConfig, float]()
     best = known if known is None else known.found

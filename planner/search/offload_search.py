@@ -216,6 +216,8 @@ def _leaving_room(
         )
         if isinstance(smaller, NothingFits):
             break
+        if smaller.best.staged.cut.step_s >= best.planned_step_s:  # what moves aside; following many would take long
+            continue
         smaller = smaller.followed()
         if smaller.working_set().bytes <= usable and smaller.planned_step_s < best.planned_step_s:
             best = smaller

@@ -35,6 +35,8 @@ from planner.solve.pipeline.stages import Pipeline
 
 FAR = 2.75
 """So many doublings from enough stages shapes are evaluated first."""
+SLOW = 2.0
+"""None of these are so many times slower by arithmetic than others."""
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 """Schedules that are tried where none is pinned."""
 VIRTUAL = (1, 2, 4, 8)
@@ -289,7 +291,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def seeds(
-    configs: tuple[ParallelConfig, ...], cluster: ClusterSpec, graph: Graph
+    bounds: Mapping[ParallelConfig, float], cluster: ClusterSpec, graph: Graph
 ) -> tuple[list[ParallelConfig], set[ParallelConfig]]:
     """Shapes to evaluate first, in order, two for each number of stages and two of a step without micro-batches; and of
     the former others, whose micro-batches are larger, which are also given by themselves. Those whose stages are each
@@ -298,12 +300,17 @@ def seeds(
     The last axis is a node or half of one, or what there is of it. Micro-batches have one sample on each rank of the
     others, as where the last axis shares weights; the others' one on each of all ranks, as where every axis shares the
     batch, if there are as many as stages. The first have just so many stages that the parameters of one, shared by the
-    last axis, and their gradients take at most half of the memory; then come those with fewer or more.
+    last axis, and their gradients take at most half of the memory; then come those with fewer or more. Shapes that are
+    :data:`SLOW` are none of them: with samples that are little work, so many micro-batches would only begin operators.
+
+    Args:
+        bounds: of every configuration what a step takes at least, by arithmetic.
     """
+    enough_s = SLOW * min(bounds.values(), default=0.0)
     batch, found = batch_of(graph) or 1, dict[_Seed, tuple[tuple[float, ...], ParallelConfig]]()
     parameters = sum(leaf.results[0].size_bytes for leaf in graph.leaves if leaf.op == "param")
     needed = 4 * parameters / max(1, cluster.device.usable_bytes)
-    for config in configs:
+    for config in (config for config, bound_s in bounds.items() if bound_s <= enough_s):
         ranks, axes = config.mesh.size, config.mesh.micro_batched(1).axes
         for part, is_larger in itertools.product((1, 2), (False, True)):
             inner = max(1, min(ranks, cluster.spans[0] // part))

@@ -15,11 +15,11 @@ from planner.cost.model import CostModel
 from planner.cost.software import Software
 from planner.formulation.remat.levels import pareto_frontier
 from planner.ir.layout import Mesh
-from planner.search.parallel_config import Arithmetic, ParallelConfig
+from planner.search.parallel_config import SLOW, Arithmetic, ParallelConfig, seeds
 from planner.solve.problem import evaluate
 from tests.planner.analysis.test_staged import assignments, space_of
 from tests.planner.plans import named
-from tests.planner.search.test_optimum import random_cluster
+from tests.planner.search.test_optimum import graph_of, random_cluster
 
 COSTS = [CostModel(ClusterSpec.preset(name)) for name in ("dgx-h100", "dgx-v100", "cpu")]
 COMPILED = {"software": Software(compile="all", float8=True)}
@@ -73,3 +73,17 @@ def test_no_assignment_beats_the_arithmetic(which: str, stages: int, micro_batch
         bound = space.problem(None, steps[0])
         for choices, _ in assignments(space, rng, 3):
             assert bound_s <= evaluate(bound, choices).time_s * (1 + 1e-9)
+
+
+def test_shapes_of_many_samples_that_are_little_work_are_not_first_in_so_many_micro_batches() -> None:
+    cluster = ClusterSpec.preset("dgx-h100")
+    batch = 65_536
+    graph = graph_of(1, 4, batch)
+    sizes = [(stages, 2**power) for stages in (1, 2, 4) for power in range(17)]
+    configs = [ParallelConfig(stages, Mesh.of(all=8 // stages).micro_batched(count)) for stages, count in sizes]
+    starting_s = {config: 1e-3 * (1 + config.mesh.micro_batches / 32) for config in configs}
+    least_s, (first, larger) = min(starting_s.values()), seeds(starting_s, cluster, graph)
+    assert first and all(starting_s[config] <= SLOW * least_s for config in (*first, *larger))
+    assert max(config.mesh.micro_batches for config in first) == 32
+    alike = dict.fromkeys(configs, 1e-3)
+    assert max(config.mesh.micro_batches for config in seeds(alike, cluster, graph)[0]) == batch
