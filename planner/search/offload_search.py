@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from planner.analysis.offload.step_timing import holds_all, stages_followed
-from planner.analysis.pipeline.chain import links_of
+from planner.analysis.pipeline.chain import Link, links_of
 from planner.analysis.pipeline.staged import Staged, stage
 from planner.base.errors import InfeasibleError, PinError
 from planner.cost.cluster import ClusterSpec
@@ -127,16 +127,18 @@ def _fitting(context: SearchContext, decision_graph: DecisionGraph, configs: Par
     """The fastest plan the working set of which fits.
 
     To the search model data takes no room; what of it is there with the rest shows when the step is traced. Then it
-    searches again with so much less memory.
+    searches again with so much less memory, into which it cuts what was found, so that a plan is known if time is up.
     """
-    usable = context.usable_bytes
+    usable, known = context.usable_bytes, None
     while True:
-        found = fastest(context, decision_graph, configs)
+        found = fastest(context, decision_graph, configs, known)
         excess = found.working_set().bytes - usable
         if excess <= 0:
             return found
         limit = context.limit_bytes - (1 + (context.limit_bytes - found.evaluation.peak_bytes) // excess) * excess
         context = replace(context, spare_bytes=usable - limit)
+        staged = stage(_links(context, decision_graph, found.best), [found.best.staged.pipeline], limit)
+        known = None if staged is None else replace(found.best, staged=staged)
 
 
 def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: Searched) -> Searched:
@@ -149,10 +151,7 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
     Raises:
         InfeasibleError: the host has no room for what leaves, however little is saved.
     """
-    best, usable = found.best, context.usable_bytes
-    numbered = zip(best.space.folded.instances, decision_graph.blocks.numbers, strict=True)
-    levels = context.levels.of_kinds({instance.kind: kind for instance, (kind, _) in numbered})
-    links = links_of(assignment_of(best.space, best.choices), levels)
+    best, usable, links = found.best, context.usable_bytes, _links(context, decision_graph, found.best)
     forward_s = math.fsum(link.block.forward_s + link.gather_s for link in links)
     leaving_bytes = forward_s * context.cost.cluster.home(context.training.on_disk).evict_bytes_per_s
     tried, cuts, last_s = list[tuple[float, Searched]](), {_recomputing(best.staged)}, math.inf
@@ -177,6 +176,13 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
         if not tried:
             raise
     return min(tried, key=lambda each: each[0])[1]
+
+
+def _links(context: SearchContext, decision_graph: DecisionGraph, best: Incumbent) -> tuple[Link, ...]:
+    """The chain of a plan, where equal blocks may differ."""
+    numbered = zip(best.space.folded.instances, decision_graph.blocks.numbers, strict=True)
+    levels = context.levels.of_kinds({instance.kind: kind for instance, (kind, _) in numbered})
+    return links_of(assignment_of(best.space, best.choices), levels, context.pins.schedule)
 
 
 def _recomputing(staged: Staged) -> tuple[tuple[int, ...], ...]:

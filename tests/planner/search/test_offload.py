@@ -33,6 +33,7 @@ from planner.cost.calibration import Calibration
 from planner.cost.cluster import ClusterSpec, Host
 from planner.formulation.assignment import Assignment
 from planner.formulation.constraints.pins import Pins
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.resharding import local_bytes
 from planner.formulation.training import Training
 from planner.ir.graph import Graph, Ref
@@ -40,8 +41,11 @@ from planner.ir.layout import I
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, Search, describe, reprice
 from planner.search import fastest_plan, offload_search
-from planner.search.branch_and_bound import Searched, branch_and_bound
+from planner.search.branch_and_bound import ParallelConfigs, Searched, branch_and_bound
+from planner.search.candidates import Incumbent
+from planner.search.fastest_plan import fastest
 from planner.search.search import search
+from planner.search.search_context import SearchContext
 from planner.solve.transfers import ItemUse, fewest_bytes, simulate
 from tests.planner.plans import plan_of, residual_mlp, unwrapped, whole
 
@@ -82,6 +86,24 @@ def offload(graph: Graph = GRAPH, spec: ClusterSpec | None = None, **pin: Any) -
     tables, predicted = found.planned_step
     facts, result = model_facts(graph, "ResidualMLP"), Search(found.status, found.gap, {"solve": 0.5})
     return describe(found.assignment, facts, Pins.parse(pin).to_dict(), predicted, result, found.staged, tables)
+
+
+def test_what_was_found_is_cut_into_less_memory_where_there_is_no_time_to_search_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec, known = cluster("2 MiB"), list[Incumbent | None]()
+
+    def found(
+        context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, given: Incumbent | None
+    ) -> Searched:
+        known.append(given)
+        return fastest(replace(context, deadline=0.0) if given else context, decision_graph, configs, given)
+
+    monkeypatch.setattr(offload_search, "fastest", found)
+    late = search(GRAPH, spec, whole({"offload": "host", "activations": "none", "micro_batches": 1}), Training())
+    first, *others = known
+    assert first is None and others and late.best is others[-1]
+    assert late.working_set().bytes <= spec.device.usable_bytes
 
 
 def frozen(graph: Graph, *names: str) -> Graph:
