@@ -56,27 +56,26 @@ def search_offload(
             gap.
     """
     if known is None:
-        return _search(context, decision_graph, configs)
+        found = _search(context, decision_graph, configs)
+        return found.of_planned_step(least_step_s(context, decision_graph, configs))
     wanted_s = cutoff_s(context, known)
     bound_s = least_step_s(context, decision_graph, configs, wanted_s)
     if bound_s < wanted_s:
         with contextlib.suppress(InfeasibleError):
             found = _search(context, decision_graph, configs)
             if found.planned_step_s < wanted_s:
-                return found
-            bound_s = found.bound_s
+                return found.of_planned_step(least_step_s(context, decision_graph, configs))
     return completed(context, known, [], [bound_s])
 
 
 def _search(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
-    """The same where nothing is known."""
+    """The same where nothing is known, and nothing is proved of steps as they are predicted."""
     if context.pins.activations is None:
-        found = _staying_or_leaving(context, decision_graph, configs)
-    else:
-        _check_blocks(context.pins, len(decision_graph.folded.instances))
-        found = _planned(context, decision_graph, configs)
-        _check_leaving(found, context.pins)
-    return found.of_planned_step(least_step_s(context, decision_graph, configs))
+        return _staying_or_leaving(context, decision_graph, configs)
+    _check_blocks(context.pins, len(decision_graph.folded.instances))
+    found = _planned(context, decision_graph, configs)
+    _check_leaving(found, context.pins)
+    return found
 
 
 def _planned(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:

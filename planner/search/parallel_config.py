@@ -82,8 +82,13 @@ class ParallelConfig:
         return {**stages, **dict(zip(self.mesh.names, self.mesh.sizes, strict=True))}
 
     def distance(self, other: ParallelConfig) -> float:
-        """How far another one is: doublings of stages, micro-batches and the last axis, and an axis more or less."""
-        return sum(abs(mine - theirs) for mine, theirs in zip(self._measures, other._measures, strict=True))
+        """How far another one is: doublings of stages, micro-batches and the last axis, or instead of these how many
+        axes more or less, if that is more: an axis that is divided is one step away.
+        """
+        stages, micro_batches, last, axes = (
+            abs(mine - theirs) for mine, theirs in zip(self._measures, other._measures, strict=True)
+        )
+        return stages + micro_batches + max(last, axes)
 
     @cached_property
     def _measures(self) -> tuple[float, ...]:

@@ -407,13 +407,13 @@ class PipelineBounds:
         others, once = _prices(np.zeros(1)), 0.0
         if space.stages == 1:
             others, once, count = prices, 1.0, 1
-        every = []
-        for level in range(len(self.costs.levels)):
-            tables = self.costs.under([(0, level)], prices, others, once, once * self._behind, of_multiple=of_multiple)
-            least = self._eliminated(*tables)
-            every.append((float(least.bounds[0]), level, least))
-        cost_s, level, least = min(every, key=lambda each: each[:2])
-        return cost_s / count, self._block_variants(self._choices_of(least.assignment(0)))[level]
+        at = [(0, level) for level in range(len(self.costs.levels))]
+        tables = self.costs.under(at, prices, others, once, once * self._behind, of_multiple=of_multiple)
+        least = self._eliminated(*tables)
+        level = int(np.argmin(least.bounds))
+        return float(least.bounds[level]) / count, self._block_variants(self._choices_of(least.assignment(level)))[
+            level
+        ]
 
     def _block_variants(self, choices: tuple[int, ...]) -> list[BlockVariant]:
         """What is packed with some choices, at every level."""
