@@ -34,7 +34,7 @@ from planner.search.candidates import (
     together,
 )
 from planner.search.parallel_config import ParallelConfig
-from planner.search.pipeline_bounds import Left, PipelineBounds
+from planner.search.pipeline_bounds import ChoicesInOrder, PipelineBounds
 from planner.search.search_context import SearchContext
 from planner.solve.choices import lightest, lower_bound_between
 from planner.solve.pipeline.master import Paths
@@ -244,23 +244,23 @@ class Evaluator:
         is_open = found.candidate.status != "optimal" and best is None and found.best is not None
         return self._proved(found, found.best) if is_open else found
 
-    def _enumerated(self, branch: Branch, best: FoundPlan | None, waiting: Left | None) -> Branch:
-        """A pipeline of a small model with the plans looked at one by one, up to :data:`FEW`, that may be faster than
-        the best by more than the gap, what is proved under prices may leave one; or until one fits, if there is none.
+    def _enumerated(self, branch: Branch, best: FoundPlan | None, left: ChoicesInOrder | None) -> Branch:
+        """A pipeline of a small model with its plans looked at one by one, up to :data:`FEW`: those that may be faster
+        than the best by more than the gap, which prices alone may not tell; where there is no best, until one fits.
         """
         assert branch.pipeline is not None
         best, before = better(best, branch), time.monotonic()
-        config, left, is_first = branch.candidate.config, FEW, best is None
-        if waiting is None or ways_of(self.context.links(self._space(branch), branch.met[-1]), branch.pipeline) > FEW:
+        config, more, is_first = branch.candidate.config, FEW, best is None
+        if left is None or ways_of(self.context.links(self._space(branch), branch.met[-1]), branch.pipeline) > FEW:
             return branch
         bound_s = math.inf
-        for least_s, choices in waiting:
+        for least_s, choices in left:
             cutoff = cutoff_s(self.context, best)
-            if least_s >= cutoff or left < 0 or (is_first and best is not None) or self.context.is_late():
+            if least_s >= cutoff or more < 0 or (is_first and best is not None) or self.context.is_late():
                 bound_s = least_s
                 break
             links = self.context.links_anew(self._space(branch), choices)
-            left -= ways_of(links, branch.pipeline)
+            more -= ways_of(links, branch.pipeline)
             found = enumerated(links, branch.pipeline, self.context.limit_bytes, cutoff)
             if found is not None:
                 best = FoundPlan.of(config, choices, found)
@@ -270,7 +270,9 @@ class Evaluator:
         candidate = replace(branch.candidate, bound_s=max(branch.candidate.bound_s, bound_s), proof="search")
         return close(replace(branch, candidate=candidate), best)
 
-    def _at_prices(self, branch: Branch, best: FoundPlan | None, is_proof: bool) -> tuple[Branch, Left | None]:
+    def _at_prices(
+        self, branch: Branch, best: FoundPlan | None, is_proof: bool
+    ) -> tuple[Branch, ChoicesInOrder | None]:
         assert branch.pipeline is not None and branch.bounded_by is not None
         bounds, paths = self._bounds_of(branch.bounded_by), self._paths_of(branch.candidate.config, branch.pipeline)
         before = time.monotonic()

@@ -58,7 +58,7 @@ OVER = 30.0
 """Price of a device's memory beyond what there is, in steps."""
 
 
-Left: TypeAlias = Iterator[tuple[float, tuple[int, ...]]]
+ChoicesInOrder: TypeAlias = Iterator[tuple[float, tuple[int, ...]]]
 """Choices with what plans with them take at least: those that may be fastest first, or where no plan is known, those
 that may need least memory. They are found as they are asked for.
 """
@@ -69,13 +69,13 @@ class PipelineBound:
     """No plan of a pipeline takes less than ``time_s``; infinite: none fits.
 
     ``expected_s`` is what the relaxation takes with the ``choices`` that were met, best last. Of a bound that is a
-    proof, but no less than was asked for, ``left`` are all choices that may do better, unless there are too many.
+    proof, but less than was asked for, ``left`` are all choices that may do better, unless there are too many.
     """
 
     time_s: float
     choices: tuple[tuple[int, ...], ...]
     expected_s: float = 0.0
-    left: Left | None = None
+    left: ChoicesInOrder | None = None
 
 
 class PipelineBounds:
@@ -224,14 +224,15 @@ class PipelineBounds:
         if bound_s >= enough_s:
             return PipelineBound(bound_s, self.choices, solution.step_s)
         best = [*_most_used(met, master, solution), self._alike(master.variants[0], solution, ranks)]
-        left: Left | None = None
+        left: ChoicesInOrder | None = None
         if is_proof and self._tree is not None and self._tree.exact:
-            left = self._least_memory_first(bound_s, paths.pipeline, part)
             if math.isfinite(enough_s):
                 left = self._fastest_first(solution.prices, part * self.send_s, 1.0 / ranks)
+            else:
+                left = self._least_memory_first(bound_s, paths.pipeline, part)
         return PipelineBound(bound_s, tuple(dict.fromkeys(best)), solution.step_s, left)
 
-    def _fastest_first(self, prices: Prices, send_s: float, once: float) -> Left:
+    def _fastest_first(self, prices: Prices, send_s: float, once: float) -> ChoicesInOrder:
         """Choices by what all blocks cost under prices on the stage and at the level where they are cheapest.
 
         Args:
@@ -242,7 +243,7 @@ class PipelineBounds:
         _, least = self._least_of(at, prices, prices, once)
         yield from self._in_order(least, [float(besides_s[stage]) for stage, _ in at])
 
-    def _least_memory_first(self, bound_s: float, pipeline: Pipeline, part: float) -> Left:
+    def _least_memory_first(self, bound_s: float, pipeline: Pipeline, part: float) -> ChoicesInOrder:
         """Choices by the bytes that all ranks together need at least, as long as there are so many."""
         free_bytes, in_flight = self._capacities(pipeline, part, self.limit_bytes)
         prices, levels = _prices(np.zeros(1), 1.0, float(in_flight.min())), range(len(self.costs.levels))
@@ -252,10 +253,10 @@ class PipelineBounds:
                 return
             yield bound_s, choices
 
-    def _in_order(self, least: LeastOfEach, more: Sequence[float]) -> Left:
+    def _in_order(self, least: LeastOfEach, more: Sequence[float]) -> ChoicesInOrder:
         """Choices by the least that they cost under any weights, and what is added under each of these."""
 
-        def under(k: int, more: float) -> Left:
+        def under(k: int, more: float) -> ChoicesInOrder:
             return ((cost + more, self._choices_of(each)) for cost, each in in_order(least, k))
 
         met = set[tuple[int, ...]]()
@@ -411,9 +412,8 @@ class PipelineBounds:
         tables = self.costs.under(at, prices, others, once, once * self._behind, of_multiple=of_multiple)
         least = self._eliminated(*tables)
         level = int(np.argmin(least.bounds))
-        return float(least.bounds[level]) / count, self._block_variants(self._choices_of(least.assignment(level)))[
-            level
-        ]
+        variants = self._block_variants(self._choices_of(least.assignment(level)))
+        return float(least.bounds[level]) / count, variants[level]
 
     def _block_variants(self, choices: tuple[int, ...]) -> list[BlockVariant]:
         """What is packed with some choices, at every level."""

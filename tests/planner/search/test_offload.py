@@ -43,7 +43,6 @@ from planner.plan.plan import Plan, Search, describe, reprice
 from planner.search import fastest_plan, offload_search
 from planner.search.branch_and_bound import ParallelConfigs, Searched, branch_and_bound
 from planner.search.candidates import Incumbent
-from planner.search.fastest_plan import fastest
 from planner.search.search import search
 from planner.search.search_context import SearchContext
 from planner.solve.transfers import ItemUse, fewest_bytes, simulate
@@ -86,24 +85,6 @@ def offload(graph: Graph = GRAPH, spec: ClusterSpec | None = None, **pin: Any) -
     tables, predicted = found.planned_step
     facts, result = model_facts(graph, "ResidualMLP"), Search(found.status, found.gap, {"solve": 0.5})
     return describe(found.assignment, facts, Pins.parse(pin).to_dict(), predicted, result, found.staged, tables)
-
-
-def test_what_was_found_is_cut_into_less_memory_where_there_is_no_time_to_search_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    spec, known = cluster("2 MiB"), list[Incumbent | None]()
-
-    def found(
-        context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, given: Incumbent | None
-    ) -> Searched:
-        known.append(given)
-        return fastest(replace(context, deadline=0.0) if given else context, decision_graph, configs, given)
-
-    monkeypatch.setattr(offload_search, "fastest", found)
-    late = search(GRAPH, spec, whole({"offload": "host", "activations": "none", "micro_batches": 1}), Training())
-    first, *others = known
-    assert first is None and others and late.best is others[-1]
-    assert late.working_set().bytes <= spec.device.usable_bytes
 
 
 def frozen(graph: Graph, *names: str) -> Graph:
@@ -447,6 +428,24 @@ def test_over_nccl_moving_hides_behind_computing() -> None:
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+def test_what_was_found_is_cut_into_less_memory_where_there_is_no_time_to_search_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec, known, fastest = cluster("2 MiB"), list[Incumbent | None](), fastest_plan.fastest
+
+    def found(
+        context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, given: Incumbent | None
+    ) -> Searched:
+        known.append(given)
+        return fastest(replace(context, deadline=0.0) if given else context, decision_graph, configs, given)
+
+    monkeypatch.setattr(offload_search, "fastest", found)
+    late = search(GRAPH, spec, whole({"offload": "host", "activations": "none", "micro_batches": 1}), Training())
+    first, *others = known
+    assert first is None and others and late.best is others[-1]
+    assert late.working_set().bytes <= spec.device.usable_bytes
 
 
 def test_model_data_that_does_not_fit_the_device_does_on_the_host() -> None:
