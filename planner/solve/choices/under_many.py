@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,31 +24,54 @@ from planner.solve.problem import Floats, Ints
 ENTRIES = 200_000
 """Entries of a table at most, unless it is said; a larger one is split, which leaves a lower bound."""
 
+KEPT = 2_000_000
+"""Entries of all weights' tables at most for which memory is kept."""
+
 
 @dataclass(frozen=True, eq=False)
 class LeastOfEach:
     """No assignment costs less than ``bounds[k]`` under the weights ``k``; ``assignment(k)`` comes near it.
 
+    Only the minima of tables are kept: all of them would take a hundred times as much memory, and most of the time.
+
     Attributes:
         bounds: infinite where everything is forbidden.
+        singles, pairs: the costs.
+        messages: of every cluster, its table's minima over its vertex.
+        shifts: of every part of a split bucket, what is added to its table for each choice.
     """
 
     bounds: Floats
     tree: Tree
-    tables: list[Floats]
-    sizes: Sequence[int]
+    singles: Sequence[Floats]
+    pairs: Mapping[tuple[int, int], Floats]
+    messages: Sequence[Floats]
+    shifts: Mapping[int, Floats]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many choices each vertex has."""
+        return [single.shape[1] for single in self.singles]
 
     def assignment(self, k: int) -> Ints:
         """The choices that follow every table's minimum: a cheapest assignment where no table was split."""
-        found = np.zeros(len(self.sizes), dtype=np.int64)
+        found = np.zeros(len(self.singles), dtype=np.int64)
         for group in reversed(self.tree.by_vertex()):
-            vertex = self.tree.clusters[group[0]].vertex
-            costs = sum(
-                self.tables[number][(k, slice(None), *(found[u] for u in self.tree.clusters[number].separator))]
-                for number in group
-            )
-            found[vertex] = int(np.argmin(costs))
+            found[self.tree.clusters[group[0]].vertex] = int(np.argmin(sum(self._row(n, k, found) for n in group)))
         return found
+
+    def _row(self, number: int, k: int, chosen: Ints) -> Floats:
+        """What the choices at a cluster's vertex cost in its table, with those that were chosen at the others."""
+        cluster = self.tree.clusters[number]
+        costs = np.zeros(self.singles[cluster.vertex].shape[1])
+        for scope, table in _parts(self.tree, number, self.singles, self.pairs, self.messages):
+            costs = costs + table[(k, *(slice(None) if u == cluster.vertex else chosen[u] for u in scope))]
+        return costs + self.shifts[number][k] if number in self.shifts else costs
+
+    def table(self, number: int) -> Floats:
+        """A cluster's, made once more: axes ``(weights, vertex, *separator)``; the next one may overwrite it."""
+        table = _table(self.tree, number, self.singles, self.pairs, self.messages, 0)
+        return _shifted(table, self.shifts[number]) if number in self.shifts else table
 
 
 def least_of_each(
@@ -64,18 +88,18 @@ def least_of_each(
         tree: that of a problem of the same shape.
         entries: of a table at most, where there is no tree.
     """
-    sizes = [single.shape[1] for single in singles]
-    tree = tree or build_tree_of(sizes, pairs, entries)
-    tables: list[Floats] = []
+    tree = tree or build_tree_of([single.shape[1] for single in singles], pairs, entries)
     messages: list[Floats] = []
+    shifts: dict[int, Floats] = {}
     for group in tree.by_vertex():
-        found = [_table(tree, number, singles, pairs, messages) for number in group]
+        found = [_table(tree, n, singles, pairs, messages, slot) for slot, n in enumerate(group)]
         if len(group) > 1:
-            _agree(found)
-        tables += found
+            agreed = _agreed(found)
+            shifts.update(zip(group, agreed, strict=True))
+            found = [_shifted(table, shift) for table, shift in zip(found, agreed, strict=True)]
         messages += [table.min(axis=1) for table in found]
     roots = [message for message in messages if message.ndim == 1]
-    return LeastOfEach(sum(roots, np.zeros(len(singles[0]))), tree, tables, sizes)
+    return LeastOfEach(sum(roots, np.zeros(len(singles[0]))), tree, singles, pairs, messages, shifts)
 
 
 def in_order(least: LeastOfEach, k: int) -> Iterator[tuple[float, Ints]]:
@@ -89,11 +113,11 @@ def in_order(least: LeastOfEach, k: int) -> Iterator[tuple[float, Ints]]:
     """
     assert least.tree.exact
     order, numbers = list(reversed(least.tree.clusters)), itertools.count()
+    tables = [least.table(number).copy() for number in reversed(range(len(order)))]
 
     def ways(at: int, chosen: Ints) -> Iterator[tuple[float, int]]:
         """Choices at the next vertex, cheapest first, and what they cost more than the best."""
-        cluster, number = order[at], len(order) - 1 - at
-        costs = least.tables[number][(k, slice(None), *(chosen[u] for u in cluster.separator))]
+        costs = tables[at][(k, slice(None), *(chosen[u] for u in order[at].separator))]
         more = costs - costs.min()
         return ((float(more[choice]), int(choice)) for choice in np.argsort(more, kind="stable"))
 
@@ -138,10 +162,9 @@ def least_with_choices(least: LeastOfEach) -> list[Floats]:
     found = [np.full((len(least.bounds), size), -math.inf) for size in least.sizes]
     through: dict[int, Floats] = {}  # of every cluster, over its separator: the best whole assignment with such choices
     for number in reversed(range(len(clusters))):
-        cluster, table = clusters[number], least.tables[number]
-        message = table.min(axis=1)
+        cluster, table, message = clusters[number], least.table(number), least.messages[number]
         within = through.pop(number, least.bounds) - np.where(np.isinf(message), 0.0, message)
-        whole = table + within[:, None]
+        whole = np.add(table, within[:, None], out=table)
         scope = (cluster.vertex, *cluster.separator)
         for child in cluster.children:
             wanted = clusters[child].separator
@@ -152,27 +175,62 @@ def least_with_choices(least: LeastOfEach) -> list[Floats]:
     return found
 
 
+class _Buffers(threading.local):
+    """Memory for tables that are made one after another: a system takes longer to give new memory than sums take."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, Floats] = {}
+
+    def of(self, slot: int, shape: tuple[int, ...]) -> Floats:
+        """An array of such a shape, which overwrites what was in that slot, unless it is too large to be kept."""
+        size = math.prod(shape)
+        if size > KEPT:
+            return np.empty(shape)
+        if slot not in self._arrays or len(self._arrays[slot]) < size:
+            self._arrays[slot] = np.empty(min(KEPT, 2 * size))
+        return self._arrays[slot][:size].reshape(shape)
+
+
+_BUFFERS = _Buffers()
+
+
+def _parts(
+    tree: Tree,
+    number: int,
+    singles: Sequence[Floats],
+    pairs: Mapping[tuple[int, int], Floats],
+    messages: Sequence[Floats],
+) -> list[tuple[Scope, Floats]]:
+    """What a cluster's table adds up, and over which vertices each is, those over few first."""
+    cluster = tree.clusters[number]
+    found: list[tuple[Scope, Floats]] = [(pair, pairs[pair]) for pair in cluster.pairs]
+    found += [(tree.clusters[child].separator, messages[child]) for child in cluster.children]
+    if cluster.takes_single:
+        found.append(((cluster.vertex,), singles[cluster.vertex]))
+    return sorted(found, key=lambda part: len(part[0]))
+
+
 def _table(
     tree: Tree,
     number: int,
     singles: Sequence[Floats],
     pairs: Mapping[tuple[int, int], Floats],
     messages: Sequence[Floats],
+    slot: int,
 ) -> Floats:
-    """A cluster's table, axes ``(weights, vertex, *separator)``."""
+    """A cluster's table, axes ``(weights, vertex, *separator)``, in a slot of :data:`_BUFFERS`."""
     cluster = tree.clusters[number]
     scope = (cluster.vertex, *cluster.separator)
-    parts: list[tuple[Scope, Floats]] = [(pair, pairs[pair]) for pair in cluster.pairs]
-    parts += [(tree.clusters[child].separator, messages[child]) for child in cluster.children]
-    if cluster.takes_single:
-        parts.append(((cluster.vertex,), singles[cluster.vertex]))
-    parts.sort(key=lambda part: len(part[0]))
-    shape = (len(parts[0][1]), *(singles[u].shape[1] for u in scope))
-    found, is_own = _aligned(parts[0][1], parts[0][0], scope), False
-    for part, table in parts[1:]:
-        found = np.add(found, _aligned(table, part, scope), out=found if is_own else None)
-        is_own = found.shape == shape
-    return found if found.shape == shape else np.broadcast_to(found, shape)
+    (first, found), *others = _parts(tree, number, singles, pairs, messages)
+    shape = (len(found), *(singles[u].shape[1] for u in scope))
+    found, into = _aligned(found, first, scope), _BUFFERS.of(slot, shape)
+    for part, table in others:
+        added = _aligned(table, part, scope)
+        is_whole = found.shape == shape or np.broadcast_shapes(found.shape, added.shape) == shape
+        found = np.add(found, added, out=into if is_whole else None)
+    if found is not into:
+        into[...] = found
+    return into
 
 
 def _aligned(table: Floats, scope: Scope, target: Scope) -> Floats:
@@ -189,11 +247,15 @@ def _alignment(scope: Scope, target: Scope) -> tuple[tuple[int, ...], tuple[slic
     return order, (slice(None), *(slice(None) if u in axes else None for u in target))
 
 
-def _agree(tables: list[Floats]) -> None:
-    """Shift costs between the parts of a split bucket so that they agree on what each choice costs at least."""
+def _agreed(tables: Sequence[Floats]) -> list[Floats]:
+    """What to add to the parts of a split bucket so that they agree on what each choice costs at least."""
     minima = np.stack([table.reshape(*table.shape[:2], -1).min(axis=2) for table in tables])
     minima[:, np.isinf(minima).any(axis=0)] = math.inf
     finite = np.where(np.isinf(minima), 0.0, minima)
-    shifts = np.where(np.isinf(minima), math.inf, finite.mean(axis=0) - finite)
-    for at, table in enumerate(tables):
-        tables[at] = table + shifts[at].reshape(*table.shape[:2], *(1,) * (table.ndim - 2))
+    return [*np.where(np.isinf(minima), math.inf, finite.mean(axis=0) - finite)]
+
+
+def _shifted(table: Floats, shift: Floats) -> Floats:
+    """A table, changed in its place, with so much more for each choice at its vertex."""
+    table += shift.reshape(*table.shape[:2], *(1,) * (table.ndim - 2))
+    return table
