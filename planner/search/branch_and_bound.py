@@ -335,10 +335,9 @@ def _priority(
     Args:
         likely_s: what is likely of the configurations of which a schedule was solved.
     """
-    configs, expected_s = [each.candidate.config for each in branch.every], branch.expected_s
+    config, expected_s = branch.candidate.config, branch.expected_s
     if branch.is_sought:
         return NEAR + 1, branch.bound_s
-    config = branch.candidate.config
     is_sibling = branch.pipeline is not None and not branch.likely_s and config in likely_s
     if is_sibling:
         expected_s = max(expected_s, likely_s[config])
@@ -348,13 +347,15 @@ def _priority(
             return -2, expected_s
     is_larger = branch.pipeline is not None and config in larger and not (is_sibling or branch.likely_s)
     if branch.pipeline is None or best is None or (is_larger and expected_s < best.evaluation.time_s):
-        wanted = [replace(config, unsharding=PER_STEP) if best is None else config for config in configs]
-        places = [first[config] for config in wanted if config in first]
+        every = [each.candidate.config for each in branch.every]
+        wanted = every if best is not None else [replace(each, unsharding=PER_STEP) for each in every]
+        places = [first[each] for each in wanted if each in first]
         if places:
             return -1, min(places), expected_s
     if branch.pipeline is not None:
         return int(best is not None and config.distance(best.config) > NEAR), expected_s
-    return NEAR if best is None else min(NEAR, *(each.distance(best.config) for each in configs)), expected_s
+    nearest = NEAR if best is None else min(NEAR, *(each.candidate.config.distance(best.config) for each in branch.every))
+    return nearest, expected_s
 
 
 def _least_of_each(branches: list[Branch]) -> dict[ParallelConfig, float]:

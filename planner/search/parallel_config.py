@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from planner.base.errors import PinError
 from planner.base.formatting import IN_EACH, sizes_text
@@ -56,6 +56,17 @@ class ParallelConfig:
     mesh: Mesh
     unsharding: Unsharding = PER_STEP
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Found once: a search looks thousands of configurations up thousands of times."""
+        return hash((self.stages, self.mesh, self.unsharding))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}  # other processes' differ
+
     @property
     def micro_batched(self) -> bool:
         """Whether a step is more than one forward and one backward on every rank."""
@@ -71,9 +82,9 @@ class ParallelConfig:
         return min(self.mesh.micro_batches, (self.stages + 1) / 2)
 
     @cached_property
-    def any_micro_batches(self) -> tuple[int, Mesh, Unsharding]:
+    def any_micro_batches(self) -> ParallelConfig:
         """What is the same of configurations that differ in micro-batches."""
-        return self.stages, self.mesh.micro_batched(1), self.unsharding
+        return replace(self, mesh=self.mesh.micro_batched(1))
 
     @property
     def sizes(self) -> dict[str, int]:

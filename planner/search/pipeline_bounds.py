@@ -165,9 +165,11 @@ class PipelineBounds:
 
     def _narrow_freely(self, enough_s: float) -> None:
         """Drop those with which they would, even if memory and waiting cost nothing."""
-        before, self._below_s = self.costs.kept, min(self._below_s, enough_s)
+        if enough_s >= self._below_s:
+            return
+        before, self._below_s = self.costs.kept, enough_s
         self._narrow(self._free_with, enough_s)
-        if before is not None and self.costs.kept is not None:
+        if before is not None and self.costs.kept is not None and before is not self.costs.kept:
             numbers = zip(self._free_with, before, self.costs.kept, strict=True)
             self._free_with = [least_s[np.isin(old, new)] for least_s, old, new in numbers]
 
