@@ -1,12 +1,15 @@
-"""What choices cost by use, stacked into one matrix, so that prices make singles and pairs of all of them at once."""
+"""What choices cost by use, stacked into matrices, so that prices make singles and pairs of all of them at once.
+
+Most costs have few uses: a value that is resharded takes time forward and backward, and holds nothing. Those of the
+same uses are stacked together, so that no zeros are.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,24 +23,63 @@ PLACES = (BODY, FIRST, LAST, ANYWHERE)
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """One decision's, or one pair's: ``(7, ...)`` by use, how often each level runs it again, and bytes saved by level.
+    """One decision's, or one pair's: arrays of a ``shape``, one for each use that there is.
 
-    ``place`` says whose prices count; infinite ``wall`` forbids; ``is_value`` if they are of a value that is given, or
-    on its way, not of work or of parameters; ``transient`` are bytes that are there for a moment.
+    ``again`` is how often each level runs :data:`AGAIN`, and ``saved`` are bytes by level; ``wall`` is infinite where
+    choices are forbidden, and left out where none is.
+
+    ``place`` says whose prices count; ``is_value`` if they are of a value that is given, or on its way, not of work or
+    of parameters; ``transient`` are bytes that are there for a moment.
     """
 
     place: str
-    parts: Floats
-    again: Floats
-    saved: Floats
-    wall: Floats
+    shape: tuple[int, ...]
+    parts: Mapping[int, Floats]
+    again: tuple[float, ...] = ()
+    saved: Floats | None = None
+    wall: Floats | None = None
     is_value: bool = False
     transient: Floats | float = 0.0
 
+    def of(self, use: int) -> Floats:
+        """What is of one use, of every choice."""
+        return self.parts[use] if use in self.parts else np.broadcast_to(0.0, self.shape)
 
-Group = tuple[str, bool]
-"""Costs that have the same weights: a place, and whether they are of values."""
-GROUPS: tuple[Group, ...] = tuple(product(PLACES, (False, True)))
+    @property
+    def transposed(self) -> Costs:
+        """A pair's the other way around."""
+        parts = {use: each.T for use, each in self.parts.items()}
+        saved, wall = (None if each is None else each.swapaxes(-1, -2) for each in (self.saved, self.wall))
+        return replace(self, shape=self.shape[::-1], parts=parts, saved=saved, wall=wall)
+
+    @property
+    def group(self) -> Group:
+        """Those with which these are stacked."""
+        again = self.again if AGAIN in self.parts else ()
+        return Group(self.place, self.is_value, tuple(self.parts), again, self.saved is not None, self.wall is not None)
+
+    @property
+    def rows(self) -> list[Floats]:
+        """What is stacked."""
+        saved, wall = [] if self.saved is None else [*self.saved], [] if self.wall is None else [self.wall]
+        return [*self.parts.values(), *saved, *wall]
+
+
+class Group(NamedTuple):
+    """What costs have in common that are stacked: prices and uses, in order."""
+
+    place: str
+    is_value: bool
+    uses: tuple[int, ...]
+    again: tuple[float, ...]
+    is_saved: bool
+    is_walled: bool
+
+    def weights(self, weights: Floats, levels: int) -> Floats:
+        """Of its rows, by those of every use, level and wall."""
+        again_of, saved = weights[AGAIN : AGAIN + levels], weights[AGAIN + levels : -1]
+        found = [weights[use] if use != AGAIN else np.array(self.again) @ again_of for use in self.uses]
+        return np.stack([*found, *saved[: levels * self.is_saved], *weights[-1:][: self.is_walled]])
 
 
 class CostTable:
@@ -60,54 +102,56 @@ class CostTable:
         kept: Sequence[Ints],
     ):
         self._levels = levels
-        self._counts = dict.fromkeys(GROUPS, 0)
+        self._sizes: dict[Group, int] = {}
         self._known: dict[object, tuple[_Part, tuple[Costs, ...], tuple[Ints, ...], bool]] = {}
-        self._singles = [[self._part((each,), (own,))] for each, own in zip(singles, kept, strict=True)]
+        self._singles = [self._parts((each,), (own,)) for each, own in zip(singles, kept, strict=True)]
         self._pairs: dict[tuple[int, int], list[_Part]] = {}
         for (tail, head), several in pairs.items():
-            for group in GROUPS:
-                here = tuple(each for each in several if (each.place, each.is_value) == group)
-                if here and tail == head:
-                    self._singles[tail].append(self._part(here, (kept[tail],), diagonal=True))
-                elif here:
-                    self._pairs.setdefault((tail, head), []).append(self._part(here, (kept[tail], kept[head])))
-        width = AGAIN + 2 * levels + 1
-        self._stacked = {group: np.empty((width, size)) for group, size in self._counts.items()}
+            if tail == head:
+                self._singles[tail] += self._parts(several, (kept[tail],), diagonal=True)
+            else:
+                self._pairs[tail, head] = self._parts(several, (kept[tail], kept[head]))
+        self._stacked = {
+            group: np.empty((len(group.uses) + levels * group.is_saved + group.is_walled, size))
+            for group, size in self._sizes.items()
+        }
         for part, several, at, diagonal in self._known.values():
-            into = self._stacked[part.group][:, part.columns].reshape(width, *part.shape)
-            self._add_up(into, several, at, diagonal)
-        del self._counts, self._known
+            into = self._stacked[part.group][:, part.columns].reshape(-1, *part.shape)
+            for number, costs in enumerate(several):
+                for row, each in zip(into, costs.rows, strict=True):
+                    if number:
+                        row += _of_kept(each, at, diagonal)
+                    else:
+                        row[...] = _of_kept(each, at, diagonal)
+        del self._sizes, self._known
 
-    def _part(self, several: tuple[Costs, ...], kept: tuple[Ints, ...], diagonal: bool = False) -> _Part:
-        """The columns of what some costs of one place add up to; pairs that share theirs share it."""
+    def _parts(self, several: Sequence[Costs], kept: tuple[Ints, ...], diagonal: bool = False) -> list[_Part]:
+        """The columns of what some costs add up to, those of each group together."""
+        found: dict[Group, list[Costs]] = {}
+        for each in several:
+            found.setdefault(each.group, []).append(each)
+        return [self._part(group, tuple(each), kept, diagonal) for group, each in found.items()]
+
+    def _part(self, group: Group, several: tuple[Costs, ...], kept: tuple[Ints, ...], diagonal: bool) -> _Part:
+        """The columns of what some costs of a group add up to; pairs that share theirs share it."""
         key = (*map(id, several), *(own.tobytes() for own in kept), diagonal)
         if key not in self._known:
-            group, shape = (several[0].place, several[0].is_value), tuple(map(len, kept))
-            start, size = self._counts[group], math.prod(shape)
-            self._counts[group] += size
-            self._known[key] = _Part(group, slice(start, start + size), shape), several, kept, diagonal
+            shape, start = tuple(map(len, kept)), self._sizes.get(group, 0)
+            self._sizes[group] = start + math.prod(shape)
+            self._known[key] = _Part(group, slice(start, self._sizes[group]), shape), several, kept, diagonal
         return self._known[key][0]
 
-    def _add_up(self, into: Floats, several: tuple[Costs, ...], kept: tuple[Ints, ...], diagonal: bool) -> None:
-        """What some costs add up to, by use and kept choices."""
-        for number, costs in enumerate(several):
-            parts, saved, wall = (_of_kept(each, kept, diagonal) for each in (costs.parts, costs.saved, costs.wall))
-            again = np.multiply.outer(costs.again, parts[AGAIN])
-            starts = (0, AGAIN, AGAIN + self._levels, AGAIN + 2 * self._levels)
-            for start, each in zip(starts, (parts[:AGAIN], again, saved, wall[None]), strict=True):
-                if number:
-                    into[start : start + len(each)] += each
-                else:
-                    into[start : start + len(each)] = each
-
-    def under(self, weights: Mapping[Group, Floats]) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
+    def under(self, weights: Mapping[tuple[str, bool], Floats]) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
         """Singles and pairs, ``(weights, choices, ...)``.
 
         Args:
-            weights: by group, of each use before :data:`AGAIN`, of what each level runs again, of what each saves; and
-                1.
+            weights: by place and whether costs are of values, of each use before :data:`AGAIN`, of what each level runs
+                again, of what each saves; and 1.
         """
-        priced = {group: weights[group].T @ uses for group, uses in self._stacked.items()}
+        priced = {
+            group: group.weights(weights[group.place, group.is_value], self._levels).T @ rows
+            for group, rows in self._stacked.items()
+        }
 
         def total(parts: list[_Part]) -> Floats:
             first, *others = [priced[each.group][:, each.columns].reshape(-1, *each.shape) for each in parts]
@@ -118,12 +162,12 @@ class CostTable:
 
 
 def _of_kept(costs: Floats, kept: tuple[Ints, ...], diagonal: bool) -> Floats:
-    """The costs of kept choices, by which the last axes go."""
+    """The costs of kept choices, by which the axes go."""
     if diagonal:
-        return costs[..., kept[0], kept[0]]
-    if costs.shape[-len(kept) :] == tuple(map(len, kept)):
+        return costs[kept[0], kept[0]]
+    if costs.shape == tuple(map(len, kept)):
         return costs
-    at: Any = (..., *np.ix_(*kept))
+    at: Any = np.ix_(*kept)
     found: Floats = costs[at]
     return found
 

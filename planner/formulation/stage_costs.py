@@ -16,7 +16,6 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, cast
@@ -105,7 +104,7 @@ class StageCosts:
         """Seconds of one micro-batch that the operators of a block of the body take at least, without resharding."""
         assert self.kept is not None
         body = ((each, kept) for each, kept in zip(self._singles, self.kept, strict=True) if each.place == BODY)
-        works_s = ((c.parts[FORWARD] + c.parts[BACKWARD] + c.again[0] * c.parts[AGAIN])[kept] for c, kept in body)
+        works_s = ((c.of(FORWARD) + c.of(BACKWARD) + sum(c.again[:1]) * c.of(AGAIN))[kept] for c, kept in body)
         return sum(float(each.min()) for each in works_s) / self.count
 
     def is_anything(self, place: str) -> bool:
@@ -145,14 +144,14 @@ class StageCosts:
         """Seconds of work of one micro-batch at most that what is once a step may be behind of."""
         assert self.kept is not None
         singles = zip(self._singles, self.kept, strict=True)
-        return sum(float(each.parts[COVER, kept].max()) for each, kept in singles)
+        return sum(float(each.of(COVER)[kept].max()) for each, kept in singles)
 
     def exposed_s(self, choices: Sequence[int]) -> float:
         """Seconds once a step that work does not cover under choices; below zero where there is work left."""
-        singles = (each.parts[:, choice] for each, choice in zip(self._singles, choices, strict=True))
-        found = sum(float(parts[BEHIND] - parts[COVER]) for parts in singles)
-        pairs = ((each, ends) for ends, several in self._pairs.items() for each in several)
-        return found + sum(float(each.parts[BEHIND, choices[a], choices[b]]) for each, (a, b) in pairs)
+        singles = zip(self._singles, choices, strict=True)
+        covering = sum(float(each.parts[COVER][choice]) for each, choice in singles if COVER in each.parts)
+        pairs = ((each, ends) for ends, several in self._pairs.items() for each in several if BEHIND in each.parts)
+        return sum(float(each.parts[BEHIND][choices[a], choices[b]]) for each, (a, b) in pairs) - covering
 
     def least_bytes(self, part: float = 1.0) -> int:
         """What the average rank holds at the least: every decision by itself, saving what any level saves at least.
@@ -160,7 +159,8 @@ class StageCosts:
         Args:
             part: a micro-batch is of the space's.
         """
-        held = (float((each.parts[HELD] + part * each.saved.min(axis=0)).min()) for each in self._singles)
+        saved = (0.0 if each.saved is None else part * each.saved.min(axis=0) for each in self._singles)
+        held = (float((each.of(HELD) + least).min()) for each, least in zip(self._singles, saved, strict=True))
         return int(sum(held)) // self.space.stages
 
     def working_bytes(self, stages: int, part: float) -> list[float]:
@@ -189,13 +189,13 @@ class StageCosts:
     @cached_property
     def kept(self) -> tuple[Ints, ...] | None:
         """Of every decision the choices that something allows with every neighbour; ``None`` where one has none."""
-        return self._consistent([each.wall == 0.0 for each in self._singles])
+        return self._consistent([np.ones(each.shape, bool) for each in self._singles])
 
     def fitting(self, limit_bytes: int) -> StageCosts:
         """The same without choices that need more than a limit by themselves."""
         assert self.kept is not None
         costs = zip(self._singles, self.kept, strict=True)
-        dropped = [np.broadcast_to(each.transient, each.wall.shape)[kept] > limit_bytes for each, kept in costs]
+        dropped = [np.broadcast_to(each.transient, each.shape)[kept] > limit_bytes for each, kept in costs]
         return self.without(dropped) if any(each.any() for each in dropped) else self
 
     def without(self, dropped: Sequence[Mask]) -> StageCosts:
@@ -204,7 +204,7 @@ class StageCosts:
         found = copy.copy(self)
         for name in ("_table", "_working", "most_covered_s", "operators_s"):
             found.__dict__.pop(name, None)
-        allowed = [np.zeros(len(each.wall), bool) for each in self._singles]
+        allowed = [np.zeros(each.shape, bool) for each in self._singles]
         for mask, kept, drop in zip(allowed, self.kept, dropped, strict=True):
             mask[kept[~drop]] = True
         found.kept = self._consistent(allowed)
@@ -220,11 +220,9 @@ class StageCosts:
     @cached_property
     def _together(self) -> dict[tuple[int, int], Mask]:
         """Which choices of two decisions are allowed together, where some are not."""
-        free: dict[int, bool] = {}
         found = {}
         for ends, several in self._pairs.items():
-            walls = [each.wall for each in several if free.setdefault(id(each), not each.wall.any()) is False]
-            if walls:
+            if walls := [each.wall for each in several if each.wall is not None]:
                 found[ends] = sum(walls[1:], walls[0]) == 0.0
         return found
 
@@ -234,38 +232,38 @@ class StageCosts:
 
     def _single(self, variable: Variable) -> Costs:
         space, options = self.space, self.space.options[variable]
-        size, count = len(options), len(self.levels)
-        parts, saved, wall = np.zeros((len(USES), size)), np.zeros((count, size)), np.zeros(size)
-        again = np.zeros(count)
+        shape, count = (len(options),), len(self.levels)
         if variable not in space.members:
-            return Costs(ANYWHERE, parts, again, saved, wall)
+            return Costs(ANYWHERE, shape, {ONCE: np.zeros(shape)})
         names = space.members[variable]
         node, times = space.graph.by_name[names[0]], len(names)
         if node.is_leaf:
             place = self._places[cast(int, variable[1])] if len(variable) == 3 else ANYWHERE
+            once_s, held_bytes = np.zeros(shape), np.zeros(shape)
             for number, layout in enumerate(options):
                 assert isinstance(layout, tuple)
-                once_s, held = space.storage(node, layout)
-                held -= space.not_with_all(node, layout)
-                parts[ONCE, number], parts[HELD, number] = once_s * times, held * times
-            return Costs(place, parts, again, saved, wall, is_value=node.op != "param")
+                seconds, held = space.storage(node, layout)
+                once_s[number], held_bytes[number] = seconds * times, (held - space.not_with_all(node, layout)) * times
+            return Costs(place, shape, {ONCE: once_s, HELD: held_bytes}, is_value=node.op != "param")
         kind = cast(int, variable[1])
         place = self._places[kind]
         (forward, backward, inner_again, inner_backward), transient, parameters = space.works_of(node, options)
         if space.training.tier != "device":
             transient = transient + parameters
-        parts[FORWARD] = (forward + inner_again) * times
-        parts[BACKWARD] = (backward + inner_backward) * times
-        parts[AGAIN] = forward + inner_again
-        parts[COVER] = backward * space.overlap * times
+        parts = {
+            FORWARD: (forward + inner_again) * times,
+            BACKWARD: (backward + inner_backward) * times,
+            COVER: backward * space.overlap * times,
+            AGAIN: forward + inner_again,
+        }
         if place == BODY:
-            again = np.array([float(space.decision_graph.runs_again(variable, each)) for each in self.amounts])
+            again = tuple(float(space.decision_graph.runs_again(variable, each)) for each in self.amounts)
             saved = np.array([self._saved(variable, node, each) for each in self.amounts], float)
         else:
-            again[:] = float(space.decision_graph.runs_again(variable, self.least_amounts[0]))
-            held = np.min([self._saved(variable, node, each) for each in self.least_amounts], axis=0)
-            saved = np.tile(held.astype(float), (count, 1))
-        return Costs(place, parts, again, saved, wall, transient=transient.astype(np.float64))
+            again = (float(space.decision_graph.runs_again(variable, self.least_amounts[0])),) * count
+            least = np.min([self._saved(variable, node, each) for each in self.least_amounts], axis=0)
+            saved = np.tile(least.astype(float), (count, 1))
+        return Costs(place, shape, parts, again, saved, transient=transient.astype(np.float64))
 
     def _saved(self, variable: Variable, node: Node, amount: Recompute) -> Floats:
         """Bytes that the members of an operator's variable save of a micro-batch, at least, for each of its choices.
@@ -336,10 +334,8 @@ class StageCosts:
                 known[key] = self._pair(pair, is_param, count, place, again, kept, factor, late, added_s)
             ends = self.index[tail], self.index[head]
             for costs in (known[key], *(self._kept_as_made(flow, as_made) if place == BODY else ())):
-                if ends[0] > ends[1]:
-                    parts, saved = (each.swapaxes(1, 2) for each in (costs.parts, costs.saved))
-                    costs = replace(costs, parts=parts, saved=saved, wall=costs.wall.T)
-                found.setdefault((min(ends), max(ends)), []).append(costs)
+                ordered = costs.transposed if ends[0] > ends[1] else costs
+                found.setdefault((min(ends), max(ends)), []).append(ordered)
         return found
 
     def _kept_as_made(self, flow: Flow, as_made: Sequence[AsMade]) -> list[Costs]:
@@ -350,12 +346,12 @@ class StageCosts:
             return []
         enlarging = self.space.edge_costs.enlarging(flow)
         shape = enlarging.again_s.shape
-        parts, saved = np.zeros((len(USES), *shape)), np.zeros((len(self.levels), *shape))
-        parts[AGAIN] = np.where(np.isfinite(enlarging.again_s), enlarging.again_s, 0.0)
+        saved = np.zeros((len(self.levels), *shape))
+        parts = {AGAIN: np.where(np.isfinite(enlarging.again_s), enlarging.again_s, 0.0)}
         for at in places:
             times = np.array([float(each.held.get((flow, at), 0)) for each in as_made])
             saved += np.multiply.outer(times, enlarging.smaller_bytes[at])
-        return [Costs(BODY, parts, again, saved, np.zeros(shape), is_value=True)]
+        return [Costs(BODY, shape, parts, tuple(again), saved, is_value=True)]
 
     def _pair(
         self,
@@ -378,24 +374,21 @@ class StageCosts:
             added_s: of backward, what adding up the gradients of one micro-batch takes in it.
         """
         forward, backward, gathered = pair
-        allowed = np.isfinite(forward) & np.isfinite(backward)
-        wall = np.where(allowed, 0.0, math.inf)
+        allowed, wall = np.isfinite(forward) & np.isfinite(backward), None
         if not allowed.all():
+            wall = np.where(allowed, 0.0, math.inf)
             forward, backward = (np.where(allowed, each, 0.0) for each in (forward, backward))
-        parts, saved = np.zeros((len(USES), *forward.shape)), np.zeros((len(self.levels), *forward.shape))
-        once = is_param and self.space.unsharding.once_per_step
-        if once:
-            parts[ONCE], parts[BACKWARD] = forward * count, added_s
-            parts[BEHIND] = np.maximum(backward * count - added_s * self.space.mesh.micro_batches, 0.0)
-            parts[HELD] = gathered * factor - (0.0 if late is None else count * late)
-        else:
-            is_beside = is_param and self.space.unsharding.overlaps_reduce
-            parts[FORWARD], parts[AGAIN] = forward * count, forward
-            parts[BEHIND if is_beside else BACKWARD] = backward * count
-            if is_param and place == BODY:
-                saved[:] = np.multiply.outer(kept, gathered)
-        again = np.zeros(len(self.levels)) if once else again
-        return Costs(place, parts, again, saved, wall, is_value=not is_param)
+        shape, is_value = forward.shape, not is_param
+        if is_param and self.space.unsharding.once_per_step:
+            behind = np.maximum(backward * count - added_s * self.space.mesh.micro_batches, 0.0)
+            held = gathered * factor - (0.0 if late is None else count * late)
+            parts = {BACKWARD: added_s, ONCE: forward * count, BEHIND: behind, HELD: held}
+            return Costs(place, shape, parts, wall=wall, is_value=is_value)
+        is_beside = is_param and self.space.unsharding.overlaps_reduce
+        parts = {FORWARD: forward * count, BEHIND if is_beside else BACKWARD: backward * count}
+        parts |= {AGAIN: forward} if again.any() else {}
+        saved = np.multiply.outer(kept, gathered) if is_param and place == BODY else None
+        return Costs(place, shape, parts, tuple(again), saved, wall, is_value)
 
     def _added_s(self, flow: Flow) -> Floats:
         """Seconds to add a parameter's gradient of one micro-batch to that of the others, for every pair of choices."""
@@ -473,18 +466,20 @@ class StageCosts:
         Args:
             part: a micro-batch is of the space's.
         """
-        sums = {
-            place: (np.zeros(len(USES)), np.zeros(len(self.levels)), np.zeros(len(self.levels))) for place in PLACES
-        }
+        count = len(self.levels)
+        sums = {place: (np.zeros(len(USES)), np.zeros(count), np.zeros(count)) for place in PLACES}
         entries: list[tuple[Costs, tuple[int, ...]]]
         entries = [(each, (choices[number],)) for number, each in enumerate(self._singles)]
         entries += [(each, (choices[a], choices[b])) for (a, b), several in self._pairs.items() for each in several]
         for costs, where in entries:
             parts, again, saved = sums[costs.place]
-            at: Any = (slice(None), *where)
-            parts += costs.parts[at]
-            again += costs.again * costs.parts[at][AGAIN]
-            saved += costs.saved[at]
+            for use, table in costs.parts.items():
+                parts[use] += table[where]
+            if AGAIN in costs.parts:
+                again += np.array(costs.again) * costs.parts[AGAIN][where]
+            if costs.saved is not None:
+                at: Any = (slice(None), *where)
+                saved += costs.saved[at]
         found = {}
         for place, (parts, again, saved) in sums.items():
             times = max(1, self.blocks(place))

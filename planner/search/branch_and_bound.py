@@ -354,7 +354,9 @@ def _priority(
             return -1, min(places), expected_s
     if branch.pipeline is not None:
         return int(best is not None and config.distance(best.config) > NEAR), expected_s
-    nearest = NEAR if best is None else min(NEAR, *(each.candidate.config.distance(best.config) for each in branch.every))
+    nearest = (
+        NEAR if best is None else min(NEAR, *(each.candidate.config.distance(best.config) for each in branch.every))
+    )
     return nearest, expected_s
 
 
