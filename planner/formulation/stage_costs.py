@@ -163,7 +163,7 @@ class StageCosts:
         held = (float((each.of(HELD) + least).min()) for each, least in zip(self._singles, saved, strict=True))
         return int(sum(held)) // self.space.stages
 
-    def working_bytes(self, stages: int, part: float) -> list[float]:
+    def working_bytes(self, stages: int, part: float = 1.0) -> list[float]:
         """What the backward of each stage has at least beside all that is saved, when it begins with its last block.
 
         Args:
@@ -460,12 +460,8 @@ class StageCosts:
             weights[place, True] = np.vstack([forward, backward, other, held, *by_level, wall])
         return self._table.under(weights)
 
-    def variants(self, choices: Sequence[int], ranks: int, part: float = 1.0) -> dict[str, tuple[Variant, ...]]:
-        """What a block costs under some choices: of the body at every level, of the others together.
-
-        Args:
-            part: a micro-batch is of the space's.
-        """
+    def variants(self, choices: Sequence[int], ranks: int) -> dict[str, tuple[Variant, ...]]:
+        """What a block costs under some choices: of the body at every level, of the others together."""
         count = len(self.levels)
         sums = {place: (np.zeros(len(USES)), np.zeros(count), np.zeros(count)) for place in PLACES}
         entries: list[tuple[Costs, tuple[int, ...]]]
@@ -486,9 +482,8 @@ class StageCosts:
             behind = max(0.0, parts[BEHIND] - parts[COVER])
             found[place] = tuple(
                 Variant(
-                    parts[FORWARD] * part / times,
-                    (parts[BACKWARD] + again[number]) * part / times,
-                    (parts[ONCE] + behind) / ranks / times, parts[HELD] / times, saved[number] * part / times, number,
+                    parts[FORWARD] / times, (parts[BACKWARD] + again[number]) / times,
+                    (parts[ONCE] + behind) / ranks / times, parts[HELD] / times, saved[number] / times, number,
                 )
                 for number in range(len(self.levels) if place == BODY else 1)
             )  # fmt: skip

@@ -2,9 +2,9 @@
 
 It falls into its pipelines, one for each schedule and number of virtual stages. First all of them are bounded by work
 and communication and by whole blocks, with the costs of the fewest micro-batches for all multiples; then, one at a
-time, by whole blocks within the memory of ranks (:mod:`planner.solve.pipeline.packing`); then each that is left is
-solved with what its stages wait and hold (:mod:`planner.search.pipeline_bounds`) and cut for that, if it is likely to
-be faster than the best plan; its bound is proved where that prunes it, or at the end.
+time, by whole blocks within the memory of ranks (:mod:`planner.solve.pipeline.packing`), and at last so with costs of
+its own; then each that is left is solved with what its stages wait and hold (:mod:`planner.search.pipeline_bounds`) and
+cut for that, if it is likely to be faster than the best plan; its bound is proved where that prunes it, or at the end.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ BETTER = 500
 """Effort for cutting what gave the best plan once more."""
 RAISED = 0.01
 """Part of a step by which a closer bound makes it worth to look first whether others are more promising."""
-SIMILAR = 4
-"""Up to so many times the micro-batches costs are near enough to those of a multiple to solve relaxations with them."""
 
 
 def doubt_of(config: ParallelConfig, batch: int, span: int) -> float:
@@ -116,7 +114,7 @@ class Evaluator:
         closer = self._bounded_by_packing(branch, best)
         if _is_much_closer(closer, branch):
             return [closer]
-        if closer.likely_s or not _is_similar(closer):
+        if not closer.is_by_itself:
             fewer = self._fewer(closer)
             if fewer is not None:
                 self._bounds_of(fewer)
@@ -219,7 +217,7 @@ class Evaluator:
         plan, and cut at once while there is none.
         """
         branch, _ = self._at_prices(branch, best, is_proof=False)
-        return branch if best is not None or not branch.is_by_itself else self._cut_closely(branch, best)
+        return branch if best is not None else self._cut_closely(branch, best)
 
     def _cut_closely(self, branch: Branch, best: FoundPlan | None) -> Branch:
         """A pipeline cut, with more effort where it gives the best plan."""
@@ -273,8 +271,9 @@ class Evaluator:
     def _at_prices(
         self, branch: Branch, best: FoundPlan | None, is_proof: bool
     ) -> tuple[Branch, ChoicesInOrder | None]:
-        assert branch.pipeline is not None and branch.bounded_by is not None
-        bounds, paths = self._bounds_of(branch.bounded_by), self._paths_of(branch.candidate.config, branch.pipeline)
+        assert branch.pipeline is not None and branch.is_by_itself
+        config = branch.candidate.config
+        bounds, paths = self._bounds_of(config), self._paths_of(config, branch.pipeline)
         before = time.monotonic()
         found = bounds.of(paths, cutoff_s(self.context, best), is_proof)
         self.context.took("solve", before)
@@ -336,12 +335,6 @@ def _is_much_closer(closer: Branch, branch: Branch) -> bool:
     """Whether a bound was raised so that others may be more promising, or to what is enough."""
     is_raised = closer.candidate.bound_s > branch.candidate.bound_s * (1 + RAISED)
     return is_raised or closer.likely_s != branch.likely_s
-
-
-def _is_similar(branch: Branch) -> bool:
-    """Whether costs of the bounds that are known are near enough to its own to solve relaxations with them."""
-    assert branch.bounded_by is not None
-    return branch.candidate.config.mesh.micro_batches <= SIMILAR * branch.bounded_by.mesh.micro_batches
 
 
 def is_likely(branch: Branch, best: FoundPlan | None) -> bool:

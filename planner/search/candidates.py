@@ -127,10 +127,10 @@ class Branch:
     also of ``others``, the same configuration with more micro-batches; once it is known ``scarce``, those of these that
     have at most as many and too few samples for the ranks, if it has too few.
 
-    ``is_priced`` once its relaxation is proved, ``is_sought`` once a pipeline was cut; ``met`` are choices that solve
-    the relaxation of a pipeline, ``bounded_by`` the configuration with whose costs that is, which may have fewer
-    micro-batches, and ``likely_s`` what it takes with those, or at least where packing proved enough of it;
-    ``best`` is the best plan found there.
+    ``is_priced`` once its relaxation is proved, ``is_sought`` once a pipeline was cut; ``bounded_by`` the configuration
+    with whose costs it is bounded, which may have fewer micro-batches; ``met`` are choices that solve the relaxation of
+    a pipeline, and ``likely_s`` what it takes with those, or at least where packing proved enough of it; ``best`` is
+    the best plan found there.
     """
 
     candidate: Candidate

@@ -79,7 +79,7 @@ class PipelineBound:
 
 
 class PipelineBounds:
-    """Bounds of the pipelines of one space, and of the same with a multiple of its micro-batches.
+    """Bounds of the pipelines of one space; and by whole blocks, of the same with a multiple of its micro-batches.
 
     Args:
         limit_bytes: of every rank.
@@ -89,7 +89,7 @@ class PipelineBounds:
 
     def __init__(self, costs: StageCosts, limit_bytes: int | None, send_s: float, waits: bool):
         self.costs, self.limit_bytes, self.send_s, self.waits = costs, limit_bytes, send_s, waits
-        self._behind, self._is_multiple = 1.0, False
+        self._behind = 1.0
         self._free_with: list[Floats] = []
         self._tree: Tree | None = None
         self._entries = ENTRIES
@@ -179,8 +179,8 @@ class PipelineBounds:
         return tuple(int(kept[each]) for kept, each in zip(self.costs.kept, assignment, strict=True))
 
     def of(self, paths: Paths, enough_s: float, is_proof: bool = True) -> PipelineBound:
-        """That of one pipeline, raised no further once it reaches ``enough_s``; unless it ``is_proof`` only if it may
-        reach that.
+        """That of one pipeline with the space's micro-batches, raised no further once it reaches ``enough_s``; unless
+        it ``is_proof`` only if it may reach that.
         """
         if self.free_s >= enough_s:
             return PipelineBound(self.free_s, self.choices)
@@ -189,25 +189,23 @@ class PipelineBounds:
 
     def _of(self, paths: Paths, enough_s: float, is_proof: bool) -> PipelineBound:
         """The same, with fewer choices from then on."""
-        part, ranks = self._part(paths.pipeline.micro_batches), paths.pipeline.ranks
-        self._is_multiple = part != 1.0
-        if self.costs.kept is not None and self.limit_bytes is not None and not self._is_multiple:
+        ranks = paths.pipeline.ranks
+        if self.costs.kept is not None and self.limit_bytes is not None:
             self.costs, self._tree = self.costs.fitting(self.limit_bytes), None
         if self.costs.kept is None:
             return PipelineBound(enough_s, self.choices)
-        waiting_s = self._narrow_at_pace(paths, part, enough_s)
+        waiting_s = self._narrow_at_pace(paths, enough_s)
         bound_s, met = max(self.free_s, waiting_s), [*dict.fromkeys((*self.choices, *self._used))]
         if bound_s >= enough_s or self.costs.kept is None:
             return PipelineBound(enough_s, self.choices)
         if is_proof:
             self._entries, self._tree = ENTRIES_OF_PROOF, None
-        master = self._master(paths, part, self.limit_bytes)
+        master = self._master(paths, self.limit_bytes)
         new = met
         for number in range(ROUNDS):
-            self._add(master, new, part)
+            self._add(master, new)
             solution = master.solve(OVER * max(bound_s, 1e-9), enough_s * (1 + AMPLE))
-            solution = replace(solution, prices=solution.prices.of_part(part))
-            at_these = partial(self._under, solution.prices, part * self.send_s, 1.0 / ranks, enough_s)
+            at_these = partial(self._under, solution.prices, 1.0 / ranks, enough_s)
             self._used[:] = _most_used(met, master, solution)
             is_wanted = is_proof or solution.step_s >= enough_s
             found = at_these(solution.step_s * (1 - CLOSE) if is_wanted else math.inf)
@@ -229,25 +227,25 @@ class PipelineBounds:
         left: ChoicesInOrder | None = None
         if is_proof and self._tree is not None and self._tree.exact:
             if math.isfinite(enough_s):
-                left = self._fastest_first(solution.prices, part * self.send_s, 1.0 / ranks)
+                left = self._fastest_first(solution.prices, 1.0 / ranks)
             else:
-                left = self._least_memory_first(bound_s, paths.pipeline, part)
+                left = self._least_memory_first(bound_s, paths.pipeline)
         return PipelineBound(bound_s, tuple(dict.fromkeys(best)), solution.step_s, left)
 
-    def _fastest_first(self, prices: Prices, send_s: float, once: float) -> ChoicesInOrder:
+    def _fastest_first(self, prices: Prices, once: float) -> ChoicesInOrder:
         """Choices by what all blocks cost under prices on the stage and at the level where they are cheapest.
 
         Args:
-            send_s, once: as for :meth:`_under`.
+            once: as for :meth:`_under`.
         """
         at = [(stage, level) for stage in range(prices.stages) for level in range(len(self.costs.levels))]
-        besides_s = self._besides_s(prices, send_s) - self.costs.count * prices.bonus_s
+        besides_s = self._besides_s(prices) - self.costs.count * prices.bonus_s
         _, least = self._least_of(at, prices, prices, once)
         yield from self._in_order(least, [float(besides_s[stage]) for stage, _ in at])
 
-    def _least_memory_first(self, bound_s: float, pipeline: Pipeline, part: float) -> ChoicesInOrder:
+    def _least_memory_first(self, bound_s: float, pipeline: Pipeline) -> ChoicesInOrder:
         """Choices by the bytes that all ranks together need at least, as long as there are so many."""
-        free_bytes, in_flight = self._capacities(pipeline, part, self.limit_bytes)
+        free_bytes, in_flight = self._capacities(pipeline, 1.0, self.limit_bytes)
         prices, levels = _prices(np.zeros(1), 1.0, float(in_flight.min())), range(len(self.costs.levels))
         _, least = self._least_of([(0, level) for level in levels], prices, prices, 0.0)
         for over, choices in self._in_order(least, [-float(free_bytes.sum())] * len(levels)):
@@ -267,7 +265,7 @@ class PipelineBounds:
                 met.add(choices)
                 yield cost, choices
 
-    def _master(self, paths: Paths, part: float, limit_bytes: int | None) -> Master:
+    def _master(self, paths: Paths, limit_bytes: int | None) -> Master:
         homes = {BODY: None, FIRST: 0, LAST: paths.pipeline.stages - 1, ANYWHERE: None}
         return Master(
             paths,
@@ -275,29 +273,29 @@ class PipelineBounds:
             [homes[place] for place in self.places],
             limit_bytes,
             max(self.free_s, 1e-9),
-            part * self.send_s,
+            self.send_s,
             [self.costs.blocks(place) > 0 for place in self.places],
-            [] if limit_bytes is None else self.costs.working_bytes(paths.pipeline.stages, part),
+            [] if limit_bytes is None else self.costs.working_bytes(paths.pipeline.stages),
         )
 
-    def _add(self, master: Master, new: Iterable[tuple[int, ...]], part: float) -> None:
+    def _add(self, master: Master, new: Iterable[tuple[int, ...]]) -> None:
         """Let blocks run by these choices, at any level."""
         for choices in new:
-            variants = self.costs.variants(choices, master.pipeline.ranks, part)
+            variants = self.costs.variants(choices, master.pipeline.ranks)
             for group, place in enumerate(self.places):
                 for variant in variants[place]:
                     master.add(group, replace(variant, choices=choices))
 
-    def _narrow_at_pace(self, paths: Paths, part: float, enough_s: float) -> float:
+    def _narrow_at_pace(self, paths: Paths, enough_s: float) -> float:
         """What plans take at least if memory cost nothing; drops choices with which that is ``enough_s`` or more.
 
         Stages of about the same prices count as one that has the least of each.
         """
         if paths.pace is None:
-            master = self._master(paths, part, None)
-            self._add(master, self.choices, part)
+            master = self._master(paths, None)
+            self._add(master, self.choices)
             paths.pace = master.solve(0.0).prices
-        prices, once = paths.pace.of_part(part), 1.0 / paths.pipeline.ranks
+        prices, once = paths.pace, 1.0 / paths.pipeline.ranks
         groups = _alike_stages(prices)
         body = Prices(
             np.array([prices.forward[group].min() for group in groups]),
@@ -309,18 +307,18 @@ class PipelineBounds:
             0.0,
         )
         found, least = self._least_of([(number, 0) for number in range(len(groups))], body, prices, once)
-        besides_s = self._besides_s(prices, part * self.send_s) - self.costs.count * body.bonus_s
+        besides_s = self._besides_s(prices) - self.costs.count * body.bonus_s
         bound_s = float((found + besides_s).min())
         if bound_s < enough_s and math.isfinite(enough_s):
             with_each = least_with_choices(least)
             self._narrow([(each + besides_s[:, None]).min(axis=0) for each in with_each], enough_s)
         return bound_s
 
-    def _besides_s(self, prices: Prices, send_s: float) -> float:
+    def _besides_s(self, prices: Prices) -> float:
         """What is added to the costs of all blocks for a bound of the step."""
         worth_s = {FIRST: prices.bonus_s[0], LAST: prices.bonus_s[-1], ANYWHERE: prices.bonus_s.max()}
         others_s = math.fsum(self.costs.blocks(place) * float(each) for place, each in worth_s.items())
-        return prices.send * send_s - prices.room_s - others_s
+        return prices.send * self.send_s - prices.room_s - others_s
 
     def moving_s(self, byte_s: float, evict_bytes_per_s: float, room_bytes: int) -> float:
         """Seconds of a step of one stage at least, at a price on what the first forward saves beyond the room.
@@ -337,7 +335,7 @@ class PipelineBounds:
             one * (micro_batches - waiting), one * micro_batches, one * 0.0, one * byte_s, one * 0.0,
             byte_s * room_bytes, 0.0,
         )  # fmt: skip
-        return self._under(prices, 0.0, 1.0 - waiting).bound_s
+        return self._under(prices, 1.0 - waiting).bound_s
 
     def packed_s(self, pipeline: Pipeline, enough_s: float | None = None) -> float:
         """Seconds at least of blocks that are each whole on some rank, with what the first and the last rank have too.
@@ -447,7 +445,7 @@ class PipelineBounds:
         return float(least_of_each(singles, pairs).bounds[0])
 
     def _under(
-        self, prices: Prices, send_s: float, once: float, enough_s: float = math.inf, promising_s: float = -math.inf
+        self, prices: Prices, once: float, enough_s: float = math.inf, promising_s: float = -math.inf
     ) -> _Priced:
         """What all blocks cost at least under prices, and choices that cost about that.
 
@@ -455,13 +453,12 @@ class PipelineBounds:
         (:class:`_Entries`).
 
         Args:
-            send_s: from a stage to the next at least.
             once: what a second once a step counts.
             enough_s: bounds are raised no further.
             promising_s: choices that cost less are enough, whatever others cost.
         """
         costs = self.costs
-        besides_s = self._besides_s(prices, send_s)
+        besides_s = self._besides_s(prices)
         least_s = -once * self._behind * costs.most_covered_s
         entries = _Entries(prices, len(costs.levels), costs.count, least_s)
         met: dict[tuple[int, ...], float] = {}
@@ -488,7 +485,7 @@ class PipelineBounds:
         nothing = np.zeros(prices.stages)
         room_s = prices.room_s + float(prices.bonus_s.sum())
         bytes_alone = Prices(nothing, nothing, prices.held, prices.saved, nothing, room_s, 0.0)
-        return self._under(bytes_alone, 0.0, 0.0).bound_s > 1e-6 * room_s
+        return self._under(bytes_alone, 0.0).bound_s > 1e-6 * room_s
 
     def _alike(self, variants: Sequence[Variant], solution: MasterSolution, ranks: int) -> tuple[int, ...]:
         """The choices that are cheapest for all blocks alike, shared out over levels and stages as in the master."""
@@ -510,15 +507,13 @@ class PipelineBounds:
             1.0 / ranks,
             self._behind / ranks,
             (again[:, None], saved[:, None]),
-            of_multiple=self._is_multiple,
         )
         return self._choices_of(self._eliminated(singles, pairs).assignment(0))
 
     def _least_of(
         self, at: list[tuple[int, int]], body: Prices, prices: Prices, once: float
     ) -> tuple[Floats, LeastOfEach]:
-        behind, is_multiple = once * self._behind, self._is_multiple
-        least = self._eliminated(*self.costs.under(at, body, prices, once, behind, of_multiple=is_multiple))
+        least = self._eliminated(*self.costs.under(at, body, prices, once, once * self._behind))
         return least.bounds, least
 
     def _eliminated(self, singles: list[Floats], pairs: dict[tuple[int, int], Floats]) -> LeastOfEach:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from ortools.linear_solver import pywraplp
@@ -80,10 +80,6 @@ class Prices:
     @property
     def stages(self) -> int:
         return len(self.forward)
-
-    def of_part(self, part: float) -> Prices:
-        """Of seconds and bytes of ``1 / part`` micro-batches."""
-        return replace(self, forward=self.forward * part, backward=self.backward * part, saved=self.saved * part)
 
 
 @dataclass(frozen=True, eq=False)
