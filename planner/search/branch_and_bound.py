@@ -337,7 +337,7 @@ def _priority(
     """
     config, expected_s = branch.candidate.config, branch.expected_s
     if branch.is_sought:
-        return NEAR + 1, branch.bound_s
+        return NEAR + 1 + branch.is_priced, branch.bound_s
     is_sibling = branch.pipeline is not None and not branch.likely_s and config in likely_s
     if is_sibling:
         expected_s = max(expected_s, likely_s[config])

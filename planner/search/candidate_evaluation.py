@@ -110,7 +110,7 @@ class Evaluator:
         if branch.pipeline is None:
             return self._by_pipeline(branch, best)
         if branch.likely_s and branch.is_by_itself:
-            return [self._proved(branch, best) if branch.is_sought else self._cut_closely(branch, best)]
+            return [self._closer(branch, best)]
         closer = self._bounded_by_packing(branch, best)
         if _is_much_closer(closer, branch):
             return [closer]
@@ -228,29 +228,43 @@ class Evaluator:
             self.context.took("solve", before)
         return found
 
+    def _closer(self, branch: Branch, best: FoundPlan | None) -> Branch:
+        """A pipeline whose relaxation was solved: cut, then proved, at last cut with all effort."""
+        if not branch.is_sought:
+            return self._cut_closely(branch, best)
+        if not branch.is_priced:
+            return self._proved(branch, best)
+        return self._cut(branch, best, THOROUGH)
+
     def _proved(self, branch: Branch, best: FoundPlan | None) -> Branch:
         """A pipeline bounded with what its stages wait and hold, whatever its cut and its recomputation; and cut for
-        what solved that.
+        what solved that, where few plans may be better, or none is known: else others are proved first.
         """
         branch, left = self._at_prices(branch, best, is_proof=True)
         branch = replace(branch, is_priced=True)
         if is_near(self.context, branch, best):
-            return close(branch, best)
+            return close(replace(branch, is_exhausted=True), best)
+        is_small = left is not None and self._ways(branch) <= FEW
+        if best is not None and not is_small:
+            return branch
         found = self._cut(branch, best, THOROUGH)
-        if found.candidate.status != "optimal" and (best is not None or found.best is None):
+        if left is not None and is_small and found.candidate.status != "optimal" and (best or found.best is None):
             found = self._enumerated(found, best, left)
         is_open = found.candidate.status != "optimal" and best is None and found.best is not None
         return self._proved(found, found.best) if is_open else found
 
-    def _enumerated(self, branch: Branch, best: FoundPlan | None, left: ChoicesInOrder | None) -> Branch:
+    def _ways(self, branch: Branch) -> int:
+        """In how many ways a pipeline may be cut."""
+        assert branch.pipeline is not None
+        return ways_of(self.context.links(self._space(branch), branch.met[-1]), branch.pipeline)
+
+    def _enumerated(self, branch: Branch, best: FoundPlan | None, left: ChoicesInOrder) -> Branch:
         """A pipeline of a small model with its plans looked at one by one, up to :data:`FEW`: those that may be faster
         than the best by more than the gap, which prices alone may not tell; where there is no best, until one fits.
         """
         assert branch.pipeline is not None
         best, before = better(best, branch), time.monotonic()
         config, more, is_first = branch.candidate.config, FEW, best is None
-        if left is None or ways_of(self.context.links(self._space(branch), branch.met[-1]), branch.pipeline) > FEW:
-            return branch
         bound_s = math.inf
         for least_s, choices in left:
             cutoff = cutoff_s(self.context, best)
@@ -275,7 +289,7 @@ class Evaluator:
         config = branch.candidate.config
         bounds, paths = self._bounds_of(config), self._paths_of(config, branch.pipeline)
         before = time.monotonic()
-        found = bounds.of(paths, cutoff_s(self.context, best), is_proof)
+        found = bounds.of(paths, cutoff_s(self.context, best), is_proof, branch.candidate.bound_s)
         self.context.took("solve", before)
         branch = _raised_to(branch, found.time_s, "relaxation")
         bound_s = branch.candidate.bound_s
@@ -296,7 +310,7 @@ class Evaluator:
             branch = self._with_pipeline(branch, light, best, effort)
             best = better(best, branch)
         self.context.took("solve", before)
-        branch = replace(branch, is_sought=True)
+        branch = replace(branch, is_sought=True, is_exhausted=branch.is_priced)
         return close(branch, best) if branch.is_done else branch
 
     def _typical_choices(self, config: ParallelConfig) -> tuple[tuple[int, ...], ...]:

@@ -127,7 +127,8 @@ class Branch:
     also of ``others``, the same configuration with more micro-batches; once it is known ``scarce``, those of these that
     have at most as many and too few samples for the ranks, if it has too few.
 
-    ``is_priced`` once its relaxation is proved, ``is_sought`` once a pipeline was cut; ``bounded_by`` the configuration
+    ``is_sought`` once a pipeline was cut, ``is_priced`` once its relaxation is proved, ``is_exhausted`` once it was cut
+    for that; ``bounded_by`` the configuration
     with whose costs it is bounded, which may have fewer micro-batches; ``met`` are choices that solve the relaxation of
     a pipeline, and ``likely_s`` what it takes with those, or at least where packing proved enough of it; ``best`` is
     the best plan found there.
@@ -137,6 +138,7 @@ class Branch:
     bounded_by: ParallelConfig | None = None
     is_priced: bool = False
     is_sought: bool = False
+    is_exhausted: bool = False
     others: tuple[Branch, ...] = ()
     doubt: float = 1.0
     growth: float = 1.0
@@ -175,7 +177,7 @@ class Branch:
     @property
     def is_done(self) -> bool:
         """Whether it was evaluated as closely as can be."""
-        return self.is_sought and self.is_priced
+        return self.is_exhausted
 
 
 def begin(config: ParallelConfig, bound_s: float, doubt: float = 1.0) -> Branch:

@@ -25,7 +25,7 @@ from planner.formulation.stage_costs import StageCosts
 from planner.ir.layout import PIPELINE, Axis
 from planner.solve.choices.tree import Tree
 from planner.solve.choices.under_many import ENTRIES, LeastOfEach, in_order, least_of_each, least_with_choices
-from planner.solve.pipeline.master import Master, MasterSolution, Paths, Prices, Variant
+from planner.solve.pipeline.master import FEW_ROUNDS, MANY_ROUNDS, Master, MasterSolution, Paths, Prices, Variant
 from planner.solve.pipeline.packing import BlockVariant, Packing, RankCapacities
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import Floats, Ints
@@ -107,6 +107,10 @@ class PipelineBounds:
         """How much of one of the space's micro-batches one of so many is."""
         return self.costs.space.mesh.micro_batches / micro_batches
 
+    @property
+    def _is_any_kept(self) -> bool:
+        return self.costs.kept is not None
+
     @cached_property
     def places(self) -> list[str]:
         """Where there are blocks or what lies between them."""
@@ -178,16 +182,19 @@ class PipelineBounds:
         assert self.costs.kept is not None
         return tuple(int(kept[each]) for kept, each in zip(self.costs.kept, assignment, strict=True))
 
-    def of(self, paths: Paths, enough_s: float, is_proof: bool = True) -> PipelineBound:
+    def of(self, paths: Paths, enough_s: float, is_proof: bool = True, known_s: float = 0.0) -> PipelineBound:
         """That of one pipeline with the space's micro-batches, raised no further once it reaches ``enough_s``; unless
         it ``is_proof`` only if it may reach that.
+
+        Args:
+            known_s: what all plans of it take at least, as is known by other means.
         """
         if self.free_s >= enough_s:
             return PipelineBound(self.free_s, self.choices)
         self._narrow_freely(enough_s)
-        return copy.copy(self)._of(paths, enough_s, is_proof)
+        return copy.copy(self)._of(paths, enough_s, is_proof, known_s)
 
-    def _of(self, paths: Paths, enough_s: float, is_proof: bool) -> PipelineBound:
+    def _of(self, paths: Paths, enough_s: float, is_proof: bool, known_s: float) -> PipelineBound:
         """The same, with fewer choices from then on."""
         ranks = paths.pipeline.ranks
         if self.costs.kept is not None and self.limit_bytes is not None:
@@ -198,15 +205,22 @@ class PipelineBounds:
         bound_s, met = max(self.free_s, waiting_s), [*dict.fromkeys((*self.choices, *self._used))]
         if bound_s >= enough_s or self.costs.kept is None:
             return PipelineBound(enough_s, self.choices)
-        if is_proof:
-            self._entries, self._tree = ENTRIES_OF_PROOF, None
-        master = self._master(paths, self.limit_bytes)
+        master, rounds = self._master(paths, self.limit_bytes), MANY_ROUNDS if is_proof else FEW_ROUNDS
         new = met
         for number in range(ROUNDS):
             self._add(master, new)
-            solution = master.solve(OVER * max(bound_s, 1e-9), enough_s * (1 + AMPLE))
+            solution = master.solve(OVER * max(bound_s, 1e-9), enough_s * (1 + AMPLE), rounds)
             at_these = partial(self._under, solution.prices, 1.0 / ranks, enough_s)
             self._used[:] = _most_used(met, master, solution)
+            if is_proof and number == 0:
+                _, least = self._least_of([(0, 0)], solution.prices, solution.prices, 1.0 / ranks)
+                if not least.tree.exact:
+                    if solution.step_s <= known_s:
+                        break
+                    self._narrow_under(solution.prices, 1.0 / ranks, enough_s)
+                    if not self._is_any_kept:
+                        return PipelineBound(enough_s, self.choices, solution.step_s)
+                    self._entries, self._tree = ENTRIES_OF_PROOF, None
             is_wanted = is_proof or solution.step_s >= enough_s
             found = at_these(solution.step_s * (1 - CLOSE) if is_wanted else math.inf)
             new = [choices for choices in found.choices if choices not in met][:MOST_NEW]
@@ -457,10 +471,7 @@ class PipelineBounds:
             enough_s: bounds are raised no further.
             promising_s: choices that cost less are enough, whatever others cost.
         """
-        costs = self.costs
-        besides_s = self._besides_s(prices)
-        least_s = -once * self._behind * costs.most_covered_s
-        entries = _Entries(prices, len(costs.levels), costs.count, least_s)
+        entries, besides_s = self._entries_at(prices, once), self._besides_s(prices)
         met: dict[tuple[int, ...], float] = {}
         while True:
             best_s = entries.best_s
@@ -479,6 +490,31 @@ class PipelineBounds:
                 met[choices] = min(met.get(choices, math.inf), float(found[number] - entries.bonus_s[k]))
         ordered = sorted(met, key=lambda choices: met[choices])
         return _Priced(entries.lower_s + besides_s, best_s + besides_s >= promising_s, tuple(ordered))
+
+    def _entries_at(self, prices: Prices, once: float) -> _Entries:
+        least_s = -once * self._behind * self.costs.most_covered_s
+        return _Entries(prices, len(self.costs.levels), self.costs.count, least_s)
+
+    def _narrow_under(self, prices: Prices, once: float, enough_s: float) -> None:
+        """Drop choices with which all plans take ``enough_s`` or more, as prices tell.
+
+        Args:
+            once: as for :meth:`_under`.
+        """
+        entries, besides_s = self._entries_at(prices, once), self._besides_s(prices)
+        least_s: list[Floats] | None = None
+        while len(chosen := entries.open(enough_s - besides_s, TOGETHER)):
+            found, least = self._least_of([entries.at[k] for k in chosen], prices, prices, once)
+            if np.isinf(found).all():
+                return
+            entries.add(chosen, found)
+            more = (besides_s - entries.bonus_s[chosen])[:, None]
+            with_each = [(each + more).min(axis=0) for each in least_with_choices(least)]
+            least_s = with_each if least_s is None else [*map(np.minimum, least_s, with_each)]
+            if not any((each >= enough_s).any() for each in least_s):
+                return
+        if least_s is not None:
+            self._narrow(least_s, enough_s)
 
     def _needs_more(self, prices: Prices) -> bool:
         """Whether all plans need more memory than there is, at the prices of bytes alone."""

@@ -23,8 +23,8 @@ from planner.solve.pipeline.simulate import Path, Times, several_critical
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import Floats
 
-ROUNDS = 6
-"""Simulations of a schedule at most, to find its paths."""
+FEW_ROUNDS, MANY_ROUNDS = 6, 15
+"""Simulations of a schedule at most, to find its paths: usually, and for a proof."""
 FIRST, EACH = 40, 3
 """Paths that are drawn of the even shares, and of others."""
 CLOSE = 2e-3
@@ -208,12 +208,13 @@ class Master:
                 sums[stage].SetCoefficient(share, amount / unit)
         self._shares[group].append(shares)
 
-    def solve(self, most_s: float, enough_s: float = math.inf) -> MasterSolution:
+    def solve(self, most_s: float, enough_s: float = math.inf, rounds: int = FEW_ROUNDS) -> MasterSolution:
         """The shortest step, and the prices at which it is.
 
         Args:
             most_s: seconds of step that a limit's bytes beyond the limit are priced at.
             enough_s: where the step, with what is over the limit priced, is longer anyway, no more paths are sought.
+            rounds: simulations of the schedule at most, to find its paths.
         """
         self._program.Objective().SetCoefficient(self._over, most_s / self._unit_s)
         even = [
@@ -224,7 +225,7 @@ class Master:
             self.paths.longest(self._times(even), FIRST)
         near: Floats | None = None
         near_s = math.inf
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             self._add_paths()
             found = self._solved(near)
             least_s, known = self._step.solution_value() * self._unit_s, len(self.paths.found)
