@@ -197,6 +197,7 @@ class PipelineBounds:
     def _of(self, paths: Paths, enough_s: float, is_proof: bool, known_s: float) -> PipelineBound:
         """The same, with fewer choices from then on."""
         ranks = paths.pipeline.ranks
+        assert paths.pipeline.micro_batches == self.costs.space.mesh.micro_batches
         if self.costs.kept is not None and self.limit_bytes is not None:
             self.costs, self._tree = self.costs.fitting(self.limit_bytes), None
         if self.costs.kept is None:

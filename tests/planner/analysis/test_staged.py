@@ -216,8 +216,10 @@ def test_no_pipeline_beats_its_relaxation(
                         assert max(bounds.free_s, bounds.packed_s(found.pipeline)) <= found.step_s * (1 + 1e-9)
                         enough_s = rng.choice((math.inf, found.step_s * rng.uniform(1.0, 1.2)))
                         assert bounds.packed_s(found.pipeline, enough_s) <= found.step_s * (1 + 1e-9)
-                        relaxed = bounds.of(known, enough_s, is_proof=rng.random() < 0.8)
-                        assert bounds.free_s * (1 - 1e-9) <= relaxed.time_s <= found.step_s * (1 + 1e-9)
+                        is_proof, known_s = rng.random() < 0.8, found.step_s * (seen % 2)
+                        if each is costs:
+                            relaxed = bounds.of(known, enough_s, is_proof, known_s)
+                            assert bounds.free_s * (1 - 1e-9) <= relaxed.time_s <= found.step_s * (1 + 1e-9)
                         bounds.packed_s(found.pipeline, 0.9 * found.step_s)  # drops choices of slower plans, as this is
                         for enough_s in (None, math.inf):
                             assert bounds.packed_s(found.pipeline, enough_s) <= found.step_s * (1 + 1e-9)
