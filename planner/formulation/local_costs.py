@@ -39,6 +39,8 @@ FOREACH, FOREACH_KERNELS = 7, 8
 """Of AdamW without a fused kernel (torch's ``_multi_tensor_adamw``: decay, lerp, two for the squares, root, two for the
 denominator, step): passes over its state, 3 over the mean, 5 over the squares and 6 over the denominator for two
 moments' worth, beside 4 over parameters and 2 over gradients; and kernels."""
+SHAPED = ("matmul", "linear", "attention")
+"""Kernels whose seconds depend on shapes, not on flops and bytes alone (:func:`planner.cost.kernels.kernel_of`)."""
 WIDE_STATE_BYTES = 8
 """Bytes of state for each element from which on an update is taken to compute in float32: its two moments."""
 
@@ -317,34 +319,18 @@ class LocalCosts:
             held: bytes of its tensors (operands, then results) with each.
         """
         row, rule, operands = OPS.get(node.op), self.rules[node.name], self.graph.input_types(node)
-        traffic, sizes = self.traffic(node), self.mesh.sizes
-        flops = 0.0 if row is None or row.view else row.flops(node, operands, rule)
+        traffic = self.traffic(node)
         seconds = np.zeros((4, len(choices)))
         if traffic.starts or traffic.runs:
-            each_of = [
-                laid.each([local_shape(tensor.shape, layout, sizes) or () for layout in laid.layouts])
-                for tensor, laid in zip(operands, choices.operands, strict=True)
-            ]
-            shapes = [*zip(*each_of, strict=True)] if each_of else [()] * len(choices)
             is_uneven = any(strategy.way.uneven for strategies in choices.strategies for strategy in strategies)
-            loads = [self.load(node, choice) for choice in choices] if is_uneven else [1.0] * len(choices)
-            shards = [UNSHARDED] * len(choices)
-            if attends(node.op):
-                shards = [query_shards(node, zip(choice.axes, sizes, strict=True)) for choice in choices]
-            found = []
+            loads = np.array([self.load(node, choice) for choice in choices]) if is_uneven else np.ones(len(choices))
+            flops = 0.0 if row is None or row.view else row.flops(node, operands, rule)
             turns = self._turns(choices)
-            shares = (self._shares(choices) * turns).tolist()
-            busiest = [flops / share * load for share, load in zip(shares, loads, strict=True)]
-            wanted = may_scale(self.training, self.decision_graph.blocks, node)
-            streamed = (self._product(choices, lambda strategy: bool(strategy.inner)) > 1).tolist()
-            each = zip(shapes, _moved(traffic, held), busiest, shards, streamed, strict=True)
-            for local, moved, most, shared, is_streamed in each:
-                scaling = wanted if not is_streamed and is_scalable(node, local) else None
-                key = (id(rule), local, moved, most, traffic.starts, traffic.fused, shared, scaling)
-                if key not in self._known.computed:
-                    self._known.computed[key] = self._compute(node, traffic, local, moved, most, shared, scaling)
-                found.append(self._known.computed[key])
-            seconds[:2] = np.array(found).T * turns
+            busiest = flops / (self._shares(choices) * turns) * loads
+            is_shaped = traffic.fused is None and (attends(node.op) or (row is not None and row.kernel in SHAPED))
+            by_shapes = is_shaped or not self.cost.is_closed
+            own_s = self._shaped_s if by_shapes else self._streamed_s
+            seconds[:2] = own_s(node, choices, traffic, held, busiest) * turns
         talks = any(strategy.inner for strategies in choices.strategies for strategy in strategies)
         if row is not None and row.between is not None and (talks or not row.mutual):
             seconds[:2] += np.array([self.between_s(node, choice) for choice in choices]).T
@@ -353,6 +339,46 @@ class LocalCosts:
             pairs = zip(choices, computed_s, strict=True)
             seconds[2:] = np.array([self._inner_s(node, rule, choice, each_s) for choice, each_s in pairs]).T
         return seconds
+
+    def _streamed_s(self, node: Node, choices: Choices, traffic: MemoryTraffic, held: Ints, flops: Floats) -> Floats:
+        """Seconds of each choice, forward and backward, of an operator whose prices are closed forms of the bytes that
+        it passes over: what :meth:`_shaped_s` finds one by one, all at once.
+        """
+        dtype = node.results[0].dtype if node.results else "float32"
+        forward, backward, besides = np.array([traffic.forward, traffic.backward, traffic.besides]) @ held
+        found, nothing = np.zeros((2, len(choices))), np.zeros(len(choices))
+        if traffic.fused is not None:
+            for row, (size, kernels) in enumerate(zip((forward, backward), traffic.fused, strict=True)):
+                found[row] = self.cost.compute_s(nothing, size, dtype, kernels)
+        elif traffic.runs:
+            found[0] = self.cost.compute_s(flops, forward, dtype)
+            found[1] = np.where(backward > 0.0, self.cost.compute_s(2 * flops, backward, dtype), 0.0)
+        if traffic.starts:
+            found[1] += self.cost.compute_s(nothing, besides, dtype, traffic.starts)
+        return found
+
+    def _shaped_s(self, node: Node, choices: Choices, traffic: MemoryTraffic, held: Ints, flops: Floats) -> Floats:
+        """Seconds of each choice, forward and backward, of an operator whose kernels' prices are of local shapes."""
+        rule, operands, sizes = self.rules[node.name], self.graph.input_types(node), self.mesh.sizes
+        each_of = [
+            laid.each([local_shape(tensor.shape, layout, sizes) or () for layout in laid.layouts])
+            for tensor, laid in zip(operands, choices.operands, strict=True)
+        ]
+        shapes = [*zip(*each_of, strict=True)] if each_of else [()] * len(choices)
+        shards = [UNSHARDED] * len(choices)
+        if attends(node.op):
+            shards = [query_shards(node, zip(choice.axes, sizes, strict=True)) for choice in choices]
+        found = []
+        wanted = may_scale(self.training, self.decision_graph.blocks, node)
+        streamed = (self._product(choices, lambda strategy: bool(strategy.inner)) > 1).tolist()
+        each = zip(shapes, _moved(traffic, held), flops.tolist(), shards, streamed, strict=True)
+        for local, moved, most, shared, is_streamed in each:
+            scaling = wanted if wanted and not is_streamed and is_scalable(node, local) else None
+            key = (id(rule), local, moved, most, traffic.starts, traffic.fused, shared, scaling)
+            if key not in self._known.computed:
+                self._known.computed[key] = self._compute(node, traffic, local, moved, most, shared, scaling)
+            found.append(self._known.computed[key])
+        return np.array(found).T
 
     def _shares(self, choices: Choices) -> Ints:
         """How many ranks, and micro-batches, share the work with each choice."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,7 +41,7 @@ def eliminate(model: ChoiceModel, tree: Tree, weights: Weights) -> Elimination:
     singles = tuple(weights.singles(model))
     pairs = {pair: costs @ weights.columns for pair, costs in model.pairs.items()}
     done = Elimination(tree, weights, singles, pairs, messages=[], shifts={}, bound=0.0)
-    for group in tree.by_vertex():
+    for group in tree.by_vertex:
         if len(group) > 1:
             done.shifts.update(_match(done, group))
         done.messages.extend([np.asarray(_table(done, number).min(axis=0)) for number in group])
@@ -49,7 +49,7 @@ def eliminate(model: ChoiceModel, tree: Tree, weights: Weights) -> Elimination:
     return replace(done, bound=math.fsum(roots) - float(weights.prices @ model.rooms))
 
 
-def _match(done: Elimination, group: list[int]) -> dict[int, Floats]:
+def _match(done: Elimination, group: Sequence[int]) -> dict[int, Floats]:
     """Shifts after which the parts of a bucket agree on what each choice of its vertex costs at least."""
     minima = np.stack([table.reshape(len(table), -1).min(axis=1) for table in (_table(done, n) for n in group)])
     minima[:, np.isinf(minima).any(axis=0)] = math.inf
@@ -61,7 +61,7 @@ def _match(done: Elimination, group: list[int]) -> dict[int, Floats]:
 def decode(done: Elimination) -> Ints:
     """The assignment that follows every table's minimum: a cheapest one where the tree is exact."""
     assignment = np.zeros(len(done.singles), dtype=np.int64)
-    for group in reversed(done.tree.by_vertex()):
+    for group in reversed(done.tree.by_vertex):
         vertex = done.tree.clusters[group[0]].vertex
         costs = sum(
             table[tuple(slice(None) if u == vertex else assignment[u] for u in scope)]

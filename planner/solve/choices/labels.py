@@ -110,15 +110,15 @@ def search_labels(
     return BeamResult(_trace(history, at), dropped)
 
 
-def _order(tree: Tree, sizes: tuple[int, ...]) -> list[list[int]]:
+def _order(tree: Tree, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The clusters of each vertex: separators before vertices, and as few choices open at a time as possible."""
-    groups = {tree.clusters[group[0]].vertex: group for group in tree.by_vertex()}
+    groups = {tree.clusters[group[0]].vertex: group for group in tree.by_vertex}
     needs = {v: {u for n in group for u in tree.clusters[n].separator} for v, group in groups.items()}
     users: dict[int, set[int]] = {v: set() for v in groups}
     for v, above in needs.items():
         for u in above:
             users[u].add(v)
-    order: list[list[int]] = []
+    order: list[tuple[int, ...]] = []
     ready = {v for v, above in needs.items() if not above}
     while ready:
 
@@ -150,7 +150,7 @@ def _extend(
     labels: _Labels,
     seen: list[int],
     guides: Sequence[Elimination],
-    group: list[int],
+    group: Sequence[int],
     cutoff_s: float,
 ) -> _Labels:
     """Every label with every choice of the group's vertex, without those that cannot lead below the limits."""
@@ -168,7 +168,7 @@ def _extend_batch(
     labels: _Labels,
     seen: list[int],
     guides: Sequence[Elimination],
-    group: list[int],
+    group: Sequence[int],
     cutoff_s: float,
 ) -> _Labels:
     clusters = guides[0].tree.clusters

@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from planner.solve.choices.model import ChoiceModel
 
@@ -34,26 +35,41 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a cluster's table adds: a pair's costs, the message of a cluster, or else its vertex's single costs."""
+
+    scope: Scope
+    pair: tuple[int, int] | None = None
+    cluster: int | None = None
+
+
+@dataclass(frozen=True)
 class Tree:
     """Clusters in elimination order; ``exact`` unless a bucket was split."""
 
     clusters: tuple[Cluster, ...]
     exact: bool
 
-    def by_vertex(self) -> list[list[int]]:
+    @cached_property
+    def by_vertex(self) -> tuple[tuple[int, ...], ...]:
         """The clusters of each vertex, the vertices in elimination order."""
         groups: dict[int, list[int]] = {}
         for number, cluster in enumerate(self.clusters):
             groups.setdefault(cluster.vertex, []).append(number)
-        return list(groups.values())
+        return tuple(map(tuple, groups.values()))
 
+    @cached_property
+    def parts(self) -> tuple[tuple[Part, ...], ...]:
+        """What each cluster's table adds up: what is over few vertices first, and over the same ones together, so that
+        most is added to small tables.
+        """
+        return tuple(map(self._parts_of, self.clusters))
 
-@dataclass(frozen=True)
-class _PendingTable:
-    """A table waiting to be taken up: a pair's costs, or the message of a cluster."""
-
-    scope: Scope
-    cluster: int | None = None
+    def _parts_of(self, cluster: Cluster) -> tuple[Part, ...]:
+        found = [Part((cluster.vertex,))] if cluster.takes_single else []
+        found += [Part(pair, pair=pair) for pair in cluster.pairs]
+        found += [Part(self.clusters[child].separator, cluster=child) for child in cluster.children]
+        return tuple(sorted(found, key=lambda part: (len(part.scope), part.scope)))
 
 
 def build_tree(model: ChoiceModel, max_entries: int) -> Tree:
@@ -71,10 +87,10 @@ def build_tree_of(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], max_en
         pairs: of vertices that have pairwise costs.
     """
     log_size = [math.log(size) for size in sizes]
-    waiting: list[list[_PendingTable]] = [[] for _ in log_size]
+    waiting: list[list[Part]] = [[] for _ in log_size]
     for pair in sorted(pairs):
         for v in pair:
-            waiting[v].append(_PendingTable(pair))
+            waiting[v].append(Part(pair, pair=pair))
 
     def log_entries(scopes: list[Scope], v: int) -> float:
         return sum(log_size[u] for u in {v}.union(*scopes))
@@ -89,7 +105,7 @@ def build_tree_of(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], max_en
     lightest = [(weight[v], v) for v in weight]
     heapq.heapify(lightest)
     clusters: list[Cluster] = []
-    groups: list[list[_PendingTable]]
+    groups: list[list[Part]]
     exact = True
     while weight:
         known, v = heapq.heappop(lightest)
@@ -112,7 +128,7 @@ def build_tree_of(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], max_en
         for group in groups:
             separator = tuple(sorted({u for part in group for u in part.scope} - {v}))
             for u in separator:
-                waiting[u].append(_PendingTable(separator, len(clusters)))
+                waiting[u].append(Part(separator, cluster=len(clusters)))
             pairs = tuple((part.scope[0], part.scope[1]) for part in group if part.cluster is None)
             children = tuple(part.cluster for part in group if part.cluster is not None)
             clusters.append(Cluster(v, separator, group is groups[0], pairs, children))

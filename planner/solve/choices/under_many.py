@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.solve.choices.tree import Scope, Tree, build_tree_of
+from planner.solve.choices.tree import Part, Scope, Tree, build_tree_of
 from planner.solve.problem import Floats, Ints
 
 ENTRIES = 200_000
@@ -56,16 +56,16 @@ class LeastOfEach:
     def assignment(self, k: int) -> Ints:
         """The choices that follow every table's minimum: a cheapest assignment where no table was split."""
         found = np.zeros(len(self.singles), dtype=np.int64)
-        for group in reversed(self.tree.by_vertex()):
+        for group in reversed(self.tree.by_vertex):
             found[self.tree.clusters[group[0]].vertex] = int(np.argmin(sum(self._row(n, k, found) for n in group)))
         return found
 
     def _row(self, number: int, k: int, chosen: Ints) -> Floats:
         """What the choices at a cluster's vertex cost in its table, with those that were chosen at the others."""
-        cluster = self.tree.clusters[number]
-        costs = np.zeros(self.singles[cluster.vertex].shape[1])
-        for scope, table in _parts(self.tree, number, self.singles, self.pairs, self.messages):
-            costs = costs + table[(k, *(slice(None) if u == cluster.vertex else chosen[u] for u in scope))]
+        vertex, costs = self.tree.clusters[number].vertex, np.zeros(1)
+        for part in self.tree.parts[number]:
+            at = (k, *(slice(None) if u == vertex else chosen[u] for u in part.scope))
+            costs = costs + _costs_of(part, vertex, self.singles, self.pairs, self.messages)[at]
         return costs + self.shifts[number][k] if number in self.shifts else costs
 
     def table(self, number: int) -> Floats:
@@ -91,7 +91,7 @@ def least_of_each(
     tree = tree or build_tree_of([single.shape[1] for single in singles], pairs, entries)
     messages: list[Floats] = []
     shifts: dict[int, Floats] = {}
-    for group in tree.by_vertex():
+    for group in tree.by_vertex:
         found = [_table(tree, n, singles, pairs, messages, slot) for slot, n in enumerate(group)]
         if len(group) > 1:
             agreed = _agreed(found)
@@ -194,22 +194,6 @@ class _Buffers(threading.local):
 _BUFFERS = _Buffers()
 
 
-def _parts(
-    tree: Tree,
-    number: int,
-    singles: Sequence[Floats],
-    pairs: Mapping[tuple[int, int], Floats],
-    messages: Sequence[Floats],
-) -> list[tuple[Scope, Floats]]:
-    """What a cluster's table adds up, and over which vertices each is, those over few first."""
-    cluster = tree.clusters[number]
-    found: list[tuple[Scope, Floats]] = [(pair, pairs[pair]) for pair in cluster.pairs]
-    found += [(tree.clusters[child].separator, messages[child]) for child in cluster.children]
-    if cluster.takes_single:
-        found.append(((cluster.vertex,), singles[cluster.vertex]))
-    return sorted(found, key=lambda part: len(part[0]))
-
-
 def _table(
     tree: Tree,
     number: int,
@@ -221,16 +205,26 @@ def _table(
     """A cluster's table, axes ``(weights, vertex, *separator)``, in a slot of :data:`_BUFFERS`."""
     cluster = tree.clusters[number]
     scope = (cluster.vertex, *cluster.separator)
-    (first, found), *others = _parts(tree, number, singles, pairs, messages)
-    shape = (len(found), *(singles[u].shape[1] for u in scope))
-    found, into = _aligned(found, first, scope), _BUFFERS.of(slot, shape)
-    for part, table in others:
-        added = _aligned(table, part, scope)
-        is_whole = found.shape == shape or np.broadcast_shapes(found.shape, added.shape) == shape
-        found = np.add(found, added, out=into if is_whole else None)
-    if found is not into:
-        into[...] = found
-    return into
+    into = _BUFFERS.of(slot, (len(singles[0]), *(singles[u].shape[1] for u in scope)))
+    found, size = np.zeros((1,) * into.ndim), into.size
+    for part in tree.parts[number]:
+        table = _aligned(_costs_of(part, cluster.vertex, singles, pairs, messages), part.scope, scope)
+        is_whole = found.size == size or math.prod(map(max, found.shape, table.shape)) == size
+        found = np.add(found, table, out=into if is_whole else None)
+    return found
+
+
+def _costs_of(
+    part: Part,
+    vertex: int,
+    singles: Sequence[Floats],
+    pairs: Mapping[tuple[int, int], Floats],
+    messages: Sequence[Floats],
+) -> Floats:
+    """Those of a part of a vertex's cluster."""
+    if part.cluster is not None:
+        return messages[part.cluster]
+    return singles[vertex] if part.pair is None else pairs[part.pair]
 
 
 def _aligned(table: Floats, scope: Scope, target: Scope) -> Floats:
