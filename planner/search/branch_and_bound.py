@@ -59,6 +59,9 @@ NEAR = 2.0
 BESIDE = 1.0
 """Pipelines at most so many doublings from the best plan's are evaluated before any."""
 
+SETTLED = 40
+"""So many evaluations without a better plan say that it is hardly worth to look for one alone."""
+
 
 class ParallelConfigs(NamedTuple):
     """What is searched: configurations without micro-batches, and others."""
@@ -267,7 +270,7 @@ def _best_first(
     first = {config: number for number, config in enumerate(ordered)}
     closed, turns, likely_s = list[Branch](), itertools.count(), dict[ParallelConfig, float]()
     best = known if known is None else known.found
-    under_way = Evaluations(context, decision_graph)
+    under_way, since = Evaluations(context, decision_graph), 0
     while waiting or under_way.branches:
         is_late = context.is_late()
         if best is not None and is_late:
@@ -279,7 +282,7 @@ def _best_first(
         closed += [close(each, best) for branch in itertools.compress(waiting, over) for each in branch.every]
         waiting = [branch for branch, is_over in zip(waiting, over, strict=True) if not is_over]
         while waiting and len(under_way.branches) < (1 if best is None else AHEAD):
-            chosen = _of_turn(waiting, next(turns), best)
+            chosen = _of_turn(waiting, next(turns), best, since > SETTLED)
             branch = min(chosen, key=lambda branch: _priority(branch, first, larger, likely_s, best))
             waiting = [each for each in waiting if each is not branch]
             if is_late and not branch.is_by_itself and len(closed) + 1 < len(configs):
@@ -288,8 +291,10 @@ def _best_first(
             if branch.pipeline is None:
                 context.say(f"mesh {branch.candidate.config}")
             under_way.begin(branch, best)
+        since += 1
         for each in under_way.next() if under_way.branches else ():
             before, best = best, better(best, each)
+            since = since if best is before else 0
             if best is not None and best is not before:
                 context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
             (closed if each.is_done else waiting).append(each)
@@ -309,10 +314,16 @@ def _best_first(
     return known, sorted(closed, key=place)
 
 
-def _of_turn(waiting: list[Branch], turn: int, best: FoundPlan | None) -> list[Branch]:
+def _of_turn(waiting: list[Branch], turn: int, best: FoundPlan | None, is_settled: bool) -> list[Branch]:
     """Those of which one is evaluated next: configurations that were not begun, pipelines that are likely to be faster,
-    and other pipelines take turns.
+    and other pipelines take turns; with the one of least bound, which decides how much is proved, once the best plan
+    is settled.
     """
+    if is_settled:
+        turn, is_of_least = divmod(turn, 2)
+        least = min(waiting, key=lambda branch: branch.bound_s)
+        if is_of_least and not least.is_priced:
+            return [least]
     kinds: tuple[list[Branch], ...] = [], [], []
     for branch in waiting:
         kinds[0 if branch.pipeline is None else 1 + (not is_likely(branch, best))].append(branch)
