@@ -35,7 +35,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Part:
+class Summand:
     """What a cluster's table adds: a pair's costs, the message of a cluster, or else its vertex's single costs."""
 
     scope: Scope
@@ -59,16 +59,16 @@ class Tree:
         return tuple(map(tuple, groups.values()))
 
     @cached_property
-    def parts(self) -> tuple[tuple[Part, ...], ...]:
+    def parts(self) -> tuple[tuple[Summand, ...], ...]:
         """What each cluster's table adds up: what is over few vertices first, and over the same ones together, so that
         most is added to small tables.
         """
         return tuple(map(self._parts_of, self.clusters))
 
-    def _parts_of(self, cluster: Cluster) -> tuple[Part, ...]:
-        found = [Part((cluster.vertex,))] if cluster.takes_single else []
-        found += [Part(pair, pair=pair) for pair in cluster.pairs]
-        found += [Part(self.clusters[child].separator, cluster=child) for child in cluster.children]
+    def _parts_of(self, cluster: Cluster) -> tuple[Summand, ...]:
+        found = [Summand((cluster.vertex,))] if cluster.takes_single else []
+        found += [Summand(pair, pair=pair) for pair in cluster.pairs]
+        found += [Summand(self.clusters[child].separator, cluster=child) for child in cluster.children]
         return tuple(sorted(found, key=lambda part: (len(part.scope), part.scope)))
 
 
@@ -87,10 +87,10 @@ def build_tree_of(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], max_en
         pairs: of vertices that have pairwise costs.
     """
     log_size = [math.log(size) for size in sizes]
-    waiting: list[list[Part]] = [[] for _ in log_size]
+    waiting: list[list[Summand]] = [[] for _ in log_size]
     for pair in sorted(pairs):
         for v in pair:
-            waiting[v].append(Part(pair, pair=pair))
+            waiting[v].append(Summand(pair, pair=pair))
 
     def log_entries(scopes: list[Scope], v: int) -> float:
         return sum(log_size[u] for u in {v}.union(*scopes))
@@ -105,7 +105,7 @@ def build_tree_of(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], max_en
     lightest = [(weight[v], v) for v in weight]
     heapq.heapify(lightest)
     clusters: list[Cluster] = []
-    groups: list[list[Part]]
+    groups: list[list[Summand]]
     exact = True
     while weight:
         known, v = heapq.heappop(lightest)
@@ -128,7 +128,7 @@ def build_tree_of(sizes: Sequence[int], pairs: Iterable[tuple[int, int]], max_en
         for group in groups:
             separator = tuple(sorted({u for part in group for u in part.scope} - {v}))
             for u in separator:
-                waiting[u].append(Part(separator, cluster=len(clusters)))
+                waiting[u].append(Summand(separator, cluster=len(clusters)))
             pairs = tuple((part.scope[0], part.scope[1]) for part in group if part.cluster is None)
             children = tuple(part.cluster for part in group if part.cluster is not None)
             clusters.append(Cluster(v, separator, group is groups[0], pairs, children))

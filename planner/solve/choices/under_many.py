@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.solve.choices.tree import Part, Scope, Tree, build_tree_of
+from planner.solve.choices.tree import Scope, Summand, Tree, build_tree_of
 from planner.solve.problem import Floats, Ints
 
 ENTRIES = 200_000
@@ -215,7 +215,7 @@ def _table(
 
 
 def _costs_of(
-    part: Part,
+    part: Summand,
     vertex: int,
     singles: Sequence[Floats],
     pairs: Mapping[tuple[int, int], Floats],

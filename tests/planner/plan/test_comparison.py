@@ -20,8 +20,10 @@ from planner.cost.model import CostModel
 from planner.formulation.resharding import Collective
 from planner.ir.layout import PIPELINE, Axis
 from planner.plan.comparison import Comparison, compare, recalibrated
+from planner.plan.document.fingerprint import model_facts
 from planner.plan.overlap_comparison import OverlapComparison
 from planner.plan.plan import Plan
+from planner.plan.rebinding.rebind import rebind
 from planner.solve.pipeline.schedule import schedule
 from tests.planner.plans import WHOLE, plan_of, residual_mlp
 from tests.planner.search.test_offload import offload, tied
@@ -101,13 +103,14 @@ def test_the_next_plan_is_priced_by_what_was_observed(plan: Plan) -> None:
 )
 def test_a_slow_network_is_counted_once(pin: Mapping[str, Any]) -> None:
     """Where collectives alone take four times as long, computing is not corrected; backward gathers no biases."""
-    pin = {**WHOLE, **pin, "recompute": "none"}
-    plan = plan_of(residual_mlp(6), pin=pin)
+    graph = residual_mlp(6)
+    plan = plan_of(graph, pin={**WHOLE, **pin, "recompute": "none"})
     kinds = {call.kind for call, _ in plan.predicted.collectives}
     four = [{"work": kind, "ratio": 4.0, "spread": 0.0, "count": 1} for kind in kinds]
     facts = {"format": "autopar-calibration", "version": 2, "device": plan.cluster.device.kind}
     true = Calibration.from_dict({**facts, "ranks": 1, "launch_s": 1e-6, "corrections": four})
-    slow = plan_of(residual_mlp(6), plan.cluster.calibrated(true), pin)
+    slow = rebind(plan, graph, model_facts(graph, "ResidualMLP"), plan.cluster.calibrated(true))
+    assert all(slow.parameters[name] == layout for name, layout in plan.parameters.items())
     blocks = {}
     for each in slow.block_seconds:
         blocks[each.number, "forward"] = [sum(each.forward.values())]
