@@ -60,7 +60,7 @@ BESIDE = 1.0
 """Pipelines at most so many doublings from the best plan's are evaluated before any."""
 
 SETTLED = 40
-"""So many evaluations without a better plan say that it is hardly worth to look for one alone."""
+"""After so many evaluations without a better plan every second one is for the proof."""
 
 
 class ParallelConfigs(NamedTuple):
@@ -365,10 +365,8 @@ def _priority(
             return -1, min(places), expected_s
     if branch.pipeline is not None:
         return int(best is not None and config.distance(best.config) > NEAR), expected_s
-    nearest = (
-        NEAR if best is None else min(NEAR, *(each.candidate.config.distance(best.config) for each in branch.every))
-    )
-    return nearest, expected_s
+    distances = () if best is None else (each.candidate.config.distance(best.config) for each in branch.every)
+    return min((NEAR, *distances)), expected_s
 
 
 def _least_of_each(branches: list[Branch]) -> dict[ParallelConfig, float]:

@@ -243,7 +243,7 @@ class Evaluator:
         branch, left = self._at_prices(branch, best, is_proof=True)
         branch = replace(branch, is_priced=True)
         if is_near(self.context, branch, best):
-            return close(replace(branch, is_exhausted=True), best)
+            return close(replace(branch, is_done=True), best)
         is_small = left is not None and self._ways(branch) <= FEW
         if best is not None and not is_small:
             return branch
@@ -310,7 +310,7 @@ class Evaluator:
             branch = self._with_pipeline(branch, light, best, effort)
             best = better(best, branch)
         self.context.took("solve", before)
-        branch = replace(branch, is_sought=True, is_exhausted=branch.is_priced)
+        branch = replace(branch, is_sought=True, is_done=branch.is_priced)
         return close(branch, best) if branch.is_done else branch
 
     def _typical_choices(self, config: ParallelConfig) -> tuple[tuple[int, ...], ...]:

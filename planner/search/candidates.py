@@ -127,18 +127,17 @@ class Branch:
     also of ``others``, the same configuration with more micro-batches; once it is known ``scarce``, those of these that
     have at most as many and too few samples for the ranks, if it has too few.
 
-    ``is_sought`` once a pipeline was cut, ``is_priced`` once its relaxation is proved, ``is_exhausted`` once it was cut
-    for that; ``bounded_by`` the configuration
-    with whose costs it is bounded, which may have fewer micro-batches; ``met`` are choices that solve the relaxation of
-    a pipeline, and ``likely_s`` what it takes with those, or at least where packing proved enough of it; ``best`` is
-    the best plan found there.
+    ``is_sought`` once a pipeline was cut, ``is_priced`` once its relaxation is proved, ``is_done`` once it was cut for
+    that with all effort, or need not be. ``bounded_by`` is the configuration with whose costs it is bounded, which may
+    have fewer micro-batches; ``met`` are choices that solve the relaxation of a pipeline, and ``likely_s`` what it
+    takes with those, or at least where packing proved enough of it; ``best`` is the best plan found there.
     """
 
     candidate: Candidate
     bounded_by: ParallelConfig | None = None
     is_priced: bool = False
     is_sought: bool = False
-    is_exhausted: bool = False
+    is_done: bool = False
     others: tuple[Branch, ...] = ()
     doubt: float = 1.0
     growth: float = 1.0
@@ -173,11 +172,6 @@ class Branch:
         p = self.pipeline
         waits = 0.0 if p is None else (p.ranks - 1) / (p.micro_batches * p.virtual_stages)
         return self.bound_s * self.doubt * (1 + waits)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it was evaluated as closely as can be."""
-        return self.is_exhausted
 
 
 def begin(config: ParallelConfig, bound_s: float, doubt: float = 1.0) -> Branch:

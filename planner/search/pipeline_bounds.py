@@ -214,14 +214,10 @@ class PipelineBounds:
             at_these = partial(self._under, solution.prices, 1.0 / ranks, enough_s)
             self._used[:] = _most_used(met, master, solution)
             if is_proof and number == 0:
-                _, least = self._least_of([(0, 0)], solution.prices, solution.prices, 1.0 / ranks)
-                if not least.tree.exact:
-                    if solution.step_s <= known_s:
-                        break
-                    self._narrow_under(solution.prices, 1.0 / ranks, enough_s)
-                    if not self._is_any_kept:
-                        return PipelineBound(enough_s, self.choices, solution.step_s)
-                    self._entries, self._tree = ENTRIES_OF_PROOF, None
+                if not self._may_prove_more(solution, 1.0 / ranks, enough_s, known_s):
+                    break
+                if not self._is_any_kept:
+                    return PipelineBound(enough_s, self.choices, solution.step_s)
             is_wanted = is_proof or solution.step_s >= enough_s
             found = at_these(solution.step_s * (1 - CLOSE) if is_wanted else math.inf)
             new = [choices for choices in found.choices if choices not in met][:MOST_NEW]
@@ -495,6 +491,22 @@ class PipelineBounds:
     def _entries_at(self, prices: Prices, once: float) -> _Entries:
         least_s = -once * self._behind * self.costs.most_covered_s
         return _Entries(prices, len(self.costs.levels), self.costs.count, least_s)
+
+    def _may_prove_more(self, solution: MasterSolution, once: float, enough_s: float, known_s: float) -> bool:
+        """Whether prices may prove more than is known; where tables are split, only larger ones, in fewer choices.
+
+        Args:
+            once, enough_s: as for :meth:`_under`.
+        """
+        _, least = self._least_of([(0, 0)], solution.prices, solution.prices, once)
+        if least.tree.exact:
+            return True
+        if solution.step_s <= known_s and not solution.over:
+            return False
+        if math.isfinite(enough_s):
+            self._narrow_under(solution.prices, once, enough_s)
+        self._entries, self._tree = ENTRIES_OF_PROOF, None
+        return True
 
     def _narrow_under(self, prices: Prices, once: float, enough_s: float) -> None:
         """Drop choices with which all plans take ``enough_s`` or more, as prices tell.
