@@ -185,7 +185,8 @@ def test_the_advice_where_a_file_cannot_be_read_ends_the_step(tmp_path: Path) ->
         steps_of(model, plain, range(2, 3))
         steps_of(pmodel, optimizer, range(2, 3))
         same_values(pmodel, model)
-    assert seen == {("fetch", False), ("evict", True), ("evict", False), ("while", False)}
+    # An update of the thread fails while backward goes on, or where backward waits for it, by which is quicker.
+    assert seen - {("while", False)} == {("fetch", False), ("evict", True), ("evict", False)}
 
 
 # ---- what goes on beside what ----------------------------------------------------------------------------------------
