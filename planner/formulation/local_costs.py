@@ -327,9 +327,8 @@ class LocalCosts:
             flops = 0.0 if row is None or row.view else row.flops(node, operands, rule)
             turns = self._turns(choices)
             busiest = flops / (self._shares(choices) * turns) * loads
-            is_shaped = traffic.fused is None and (attends(node.op) or (row is not None and row.kernel in SHAPED))
-            by_shapes = is_shaped or not self.cost.is_closed
-            own_s = self._shaped_s if by_shapes else self._streamed_s
+            is_shaped = traffic.fused is None and row is not None and row.kernel in SHAPED
+            own_s = self._shaped_s if is_shaped or not self.cost.is_closed else self._streamed_s
             seconds[:2] = own_s(node, choices, traffic, held, busiest) * turns
         talks = any(strategy.inner for strategies in choices.strategies for strategy in strategies)
         if row is not None and row.between is not None and (talks or not row.mutual):

@@ -244,11 +244,12 @@ class Evaluator:
         branch = replace(branch, is_priced=True)
         if is_near(self.context, branch, best):
             return close(replace(branch, is_done=True), best)
-        is_small = left is not None and self._ways(branch) <= FEW
-        if best is not None and not is_small:
+        if left is not None and self._ways(branch) > FEW:
+            left = None
+        if best is not None and left is None:
             return branch
         found = self._cut(branch, best, THOROUGH)
-        if left is not None and is_small and found.candidate.status != "optimal" and (best or found.best is None):
+        if left is not None and found.candidate.status != "optimal" and (best is not None or found.best is None):
             found = self._enumerated(found, best, left)
         is_open = found.candidate.status != "optimal" and best is None and found.best is not None
         return self._proved(found, found.best) if is_open else found

@@ -86,7 +86,7 @@ def _least_s(context: SearchContext, bounds: PipelineBounds, asked_s: float | No
     space, room_bytes = bounds.costs.space, context.usable_bytes
     evict_bytes_per_s = context.cost.cluster.home(space.training.on_disk).evict_bytes_per_s
     parameters, found = _parameters(space), list[float]()
-    staying_bytes = room_bytes - mean(bounds.costs.working_bytes(space.stages, 1.0))
+    staying_bytes = room_bytes - mean(bounds.costs.working_bytes(space.stages))
     prices = {each.saves_s / each.bytes for ways, _ in parameters for each in ways if each.saves_s > 0.0}
     for waiting in WAITING if space.stages == 1 else WAITING[:1]:
         if found and context.is_late():

@@ -52,10 +52,14 @@ def eliminate(model: ChoiceModel, tree: Tree, weights: Weights) -> Elimination:
 def _match(done: Elimination, group: Sequence[int]) -> dict[int, Floats]:
     """Shifts after which the parts of a bucket agree on what each choice of its vertex costs at least."""
     minima = np.stack([table.reshape(len(table), -1).min(axis=1) for table in (_table(done, n) for n in group)])
-    minima[:, np.isinf(minima).any(axis=0)] = math.inf
+    return dict(zip(group, agreeing(minima), strict=True))
+
+
+def agreeing(minima: Floats) -> Floats:
+    """What to add to the parts of a bucket, the first axis, so that all have the same minima."""
+    minima = np.where(np.isinf(minima).any(axis=0), math.inf, minima)
     finite = np.where(np.isinf(minima), 0.0, minima)
-    shifts = np.where(np.isinf(minima), math.inf, finite.mean(axis=0) - finite)
-    return dict(zip(group, shifts, strict=True))
+    return np.where(np.isinf(minima), math.inf, finite.mean(axis=0) - finite)
 
 
 def decode(done: Elimination) -> Ints:
@@ -113,14 +117,9 @@ def _least(table: Floats, scope: Scope, wanted: Scope) -> Floats:
 
 def _parts(done: Elimination, number: int) -> list[tuple[Scope, Floats]]:
     """What a cluster adds up, small tables first."""
-    cluster = done.tree.clusters[number]
-    parts: list[tuple[Scope, Floats]] = [(pair, done.pairs[pair]) for pair in cluster.pairs]
-    parts += [(done.tree.clusters[child].separator, done.messages[child]) for child in cluster.children]
-    if cluster.takes_single:
-        parts.append(((cluster.vertex,), done.singles[cluster.vertex]))
-    if number in done.shifts:
-        parts.append(((cluster.vertex,), done.shifts[number]))
-    return sorted(parts, key=lambda part: len(part[0]))
+    found = [(part.scope, part.of(done.singles, done.pairs, done.messages)) for part in done.tree.parts[number]]
+    shift = [((done.tree.clusters[number].vertex,), done.shifts[number])] if number in done.shifts else []
+    return [*shift, *found]
 
 
 def _table(done: Elimination, number: int) -> Floats:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from planner.solve.choices.model import ChoiceModel
+from planner.solve.problem import Floats
 
 _MAX_AXES = 64  # of an array; many vertices of one choice each are few entries
 Scope = tuple[int, ...]
@@ -41,6 +42,14 @@ class Summand:
     scope: Scope
     pair: tuple[int, int] | None = None
     cluster: int | None = None
+
+    def of(
+        self, singles: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats], messages: Sequence[Floats]
+    ) -> Floats:
+        """Its costs, among those of all vertices, pairs and clusters."""
+        if self.cluster is not None:
+            return messages[self.cluster]
+        return singles[self.scope[0]] if self.pair is None else pairs[self.pair]
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.solve.choices.tree import Scope, Summand, Tree, build_tree_of
+from planner.solve.choices.eliminate import agreeing
+from planner.solve.choices.tree import Scope, Tree, build_tree_of
 from planner.solve.problem import Floats, Ints
 
 ENTRIES = 200_000
@@ -65,8 +66,13 @@ class LeastOfEach:
         vertex, costs = self.tree.clusters[number].vertex, np.zeros(1)
         for part in self.tree.parts[number]:
             at = (k, *(slice(None) if u == vertex else chosen[u] for u in part.scope))
-            costs = costs + _costs_of(part, vertex, self.singles, self.pairs, self.messages)[at]
+            costs = costs + part.of(self.singles, self.pairs, self.messages)[at]
         return costs + self.shifts[number][k] if number in self.shifts else costs
+
+    @cached_property
+    def tables(self) -> list[Floats]:
+        """Those of all clusters, where they are so small that they may be kept."""
+        return [self.table(number).copy() for number in range(len(self.tree.clusters))]
 
     def table(self, number: int) -> Floats:
         """A cluster's, made once more: axes ``(weights, vertex, *separator)``; the next one may overwrite it."""
@@ -113,7 +119,7 @@ def in_order(least: LeastOfEach, k: int) -> Iterator[tuple[float, Ints]]:
     """
     assert least.tree.exact
     order, numbers = list(reversed(least.tree.clusters)), itertools.count()
-    tables = [least.table(number).copy() for number in reversed(range(len(order)))]
+    tables = least.tables[::-1]
 
     def ways(at: int, chosen: Ints) -> Iterator[tuple[float, int]]:
         """Choices at the next vertex, cheapest first, and what they cost more than the best."""
@@ -208,23 +214,10 @@ def _table(
     into = _BUFFERS.of(slot, (len(singles[0]), *(singles[u].shape[1] for u in scope)))
     found, size = np.zeros((1,) * into.ndim), into.size
     for part in tree.parts[number]:
-        table = _aligned(_costs_of(part, cluster.vertex, singles, pairs, messages), part.scope, scope)
+        table = _aligned(part.of(singles, pairs, messages), part.scope, scope)
         is_whole = found.size == size or math.prod(map(max, found.shape, table.shape)) == size
         found = np.add(found, table, out=into if is_whole else None)
     return found
-
-
-def _costs_of(
-    part: Summand,
-    vertex: int,
-    singles: Sequence[Floats],
-    pairs: Mapping[tuple[int, int], Floats],
-    messages: Sequence[Floats],
-) -> Floats:
-    """Those of a part of a vertex's cluster."""
-    if part.cluster is not None:
-        return messages[part.cluster]
-    return singles[vertex] if part.pair is None else pairs[part.pair]
 
 
 def _aligned(table: Floats, scope: Scope, target: Scope) -> Floats:
@@ -243,10 +236,7 @@ def _alignment(scope: Scope, target: Scope) -> tuple[tuple[int, ...], tuple[slic
 
 def _agreed(tables: Sequence[Floats]) -> list[Floats]:
     """What to add to the parts of a split bucket so that they agree on what each choice costs at least."""
-    minima = np.stack([table.reshape(*table.shape[:2], -1).min(axis=2) for table in tables])
-    minima[:, np.isinf(minima).any(axis=0)] = math.inf
-    finite = np.where(np.isinf(minima), 0.0, minima)
-    return [*np.where(np.isinf(minima), math.inf, finite.mean(axis=0) - finite)]
+    return [*agreeing(np.stack([table.reshape(*table.shape[:2], -1).min(axis=2) for table in tables]))]
 
 
 def _shifted(table: Floats, shift: Floats) -> Floats:

@@ -159,7 +159,8 @@ def test_the_advice_where_a_file_cannot_be_read_ends_the_step(tmp_path: Path) ->
     steps_of(model, plain, range(1))
     steps_of(pmodel, optimizer, range(1))
     seen = set()
-    for file in on_disk.unnamed(str(tmp_path)):
+    # The newest first: state, which is in use as it is until it is loaded anew.
+    for file in sorted(on_disk.unnamed(str(tmp_path)), reverse=True):
         if file not in on_disk.unnamed(str(tmp_path)):  # of state that was loaded anew since
             continue
         kept = copy.deepcopy((pmodel.full_state_dict(), optimizer.state_dict()))
@@ -185,8 +186,7 @@ def test_the_advice_where_a_file_cannot_be_read_ends_the_step(tmp_path: Path) ->
         steps_of(model, plain, range(2, 3))
         steps_of(pmodel, optimizer, range(2, 3))
         same_values(pmodel, model)
-    # An update of the thread fails while backward goes on, or where backward waits for it, by which is quicker.
-    assert seen - {("while", False)} == {("fetch", False), ("evict", True), ("evict", False)}
+    assert seen == {("fetch", False), ("evict", True), ("evict", False), ("while", False)}
 
 
 # ---- what goes on beside what ----------------------------------------------------------------------------------------
