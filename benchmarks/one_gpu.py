@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -113,8 +114,8 @@ def _in_its_own_process(case: Mapping[str, Any], side: str, folder: str) -> Run 
     told = json.dumps({"case": case, "side": side, "cluster": f"{folder}/cluster.yaml", "to": f"{folder}/run.json"})
     done = subprocess.run([sys.executable, "-m", "benchmarks.one_gpu", told], capture_output=True, text=True)
     if done.returncode:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        print(f"{case} {side}: {' '.join(last)[:300]}", flush=True)
+        errors = [line for line in done.stderr.splitlines() if re.match(r"(\[rank0\]: )?[\w.]*Error\b", line)]
+        print(f"{case} {side}: {' '.join(errors[-1:])[:300]}", flush=True)
         return None
     return Run(**json.loads(Path(f"{folder}/run.json").read_text(encoding="utf-8")))
 
@@ -165,8 +166,8 @@ def _row(case: Mapping[str, Any], side: str, cluster: str) -> Run:
 
 
 def _model(case: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
-    """On the device, or in the host's memory where the device has a limit."""
-    dtype, device = getattr(torch, case["dtype"]), "cuda" if case["limit_gib"] is None else "cpu"
+    """In the host's memory: a parallel module keeps it."""
+    dtype = getattr(torch, case["dtype"])
     if case["model"] in SHAPES:
         shape = SHAPES[case["model"]]
         with torch.device("meta"):
@@ -182,9 +183,9 @@ def _model(case: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
             num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=2048,
         )  # fmt: skip
         with torch.device("cuda"):
-            model = LlamaForCausalLM(config).to(dtype)
+            model = LlamaForCausalLM(config).to(dtype).cpu()
     if next(model.parameters()).is_meta:
-        model = model.to_empty(device=device)
+        model = model.to_empty(device="cpu")
         torch.manual_seed(0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -10,7 +10,10 @@ from autopar.operators.attention import attention
 from autopar.runtime.layers.partial_attention import Places, attend
 from planner.ops.attention import Sight
 
-pytestmark = pytest.mark.device
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current"),
+]
 
 
 @pytest.mark.parametrize("dtype, error", [(torch.bfloat16, 2e-2), (torch.float32, 2e-3), (torch.float64, 1e-10)])

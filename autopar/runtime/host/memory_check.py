@@ -22,6 +22,7 @@ class Room:
     Attributes:
         device_bytes: what it wants of the device.
         device_has: what the device has for it; ``None``: the device is the host.
+        device_taken: what tensors of this process take of it already, such as the model, if it was given there.
         host_bytes: what it wants of the host's memory.
         host_has: what the host has for all its ranks.
     """
@@ -30,6 +31,7 @@ class Room:
     device: str
     device_bytes: int
     device_has: int | None
+    device_taken: int
     host_bytes: int
     host_has: int
 
@@ -41,17 +43,19 @@ def check_room(device: torch.device, device_bytes: int, host_bytes: int) -> None
     Raises:
         InfeasibleError: of any rank's; the message has the bytes.
     """
-    own = Room(socket.gethostname(), str(device), device_bytes, _left(device), host_bytes, host.memory_bytes())
+    has, taken = _left(device)
+    own = Room(socket.gethostname(), str(device), device_bytes, has, taken, host_bytes, host.memory_bytes())
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     check(found)
 
 
-def _left(device: torch.device) -> int | None:
-    """Bytes that a GPU has for this process, which may hold some already, such as the model that is cut up."""
+def _left(device: torch.device) -> tuple[int | None, int]:
+    """Bytes that a GPU has for this process, and those of it that tensors take, which stay: the model is kept."""
     if device.type != "cuda":
-        return None
-    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+        return None, 0
+    taken = torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device) - taken, taken
 
 
 def check(found: Sequence[Room]) -> None:
@@ -60,8 +64,9 @@ def check(found: Sequence[Room]) -> None:
         if each.device_has is not None and each.device_bytes > each.device_has:
             raise InfeasibleError(
                 f"the plan takes {in_all_bytes(each.device_bytes)} of a device, and {each.device} of rank {rank} has "
-                f"{in_all_bytes(each.device_has)} left for it: end what else uses it, or plan again for a cluster "
-                "whose devices have that much (device.memory_bytes)",
+                f"{in_all_bytes(each.device_has)} left for it, beside {in_all_bytes(each.device_taken)} of tensors "
+                "that are there: if the model is, give it on the CPU (model.cpu()) or on the meta device; end what else uses "
+                "the device, or plan again for a cluster whose devices have that much (device.memory_bytes)",
                 each.device_bytes - each.device_has,
             )
         together = [other.host_bytes for other in found if other.machine == each.machine]

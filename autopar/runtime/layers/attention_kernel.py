@@ -157,6 +157,7 @@ def _backward(piece: AttentionPiece, gradient: Tensor, out: Tensor, lse: Tensor,
         )  # fmt: skip
     piece = piece.for_each_head()
     lse = pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=torch.inf)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # so it is read in half precision, whatever its strides say
     kernel = _aten._scaled_dot_product_efficient_attention_backward.default
     dq, dk, dv, _ = kernel(
         gradient, *piece.operands, _aligned(piece.mask, piece), out, lse, *drawn, piece.dropout_p,

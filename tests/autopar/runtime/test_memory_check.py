@@ -28,22 +28,24 @@ def alone() -> Iterator[None]:
 
 
 def test_ranks_share_the_memory_of_their_machine() -> None:
-    ranks = [Room(name, "cpu", 0, None, size * GIB, 10 * GIB) for name, size in (("a", 4), ("a", 6), ("b", 10))]
+    ranks = [Room(name, "cpu", 0, None, 0, size * GIB, 10 * GIB) for name, size in (("a", 4), ("a", 6), ("b", 10))]
     check(ranks)
     with pytest.raises(
         InfeasibleError, match=r"11,811,160,064 bytes \(11.0 GiB\) of the memory of 'a' for its 2 ranks, which has"
     ) as caught:
-        check([*ranks[1:], Room("a", "cpu", 0, None, 5 * GIB, 10 * GIB)])
+        check([*ranks[1:], Room("a", "cpu", 0, None, 0, 5 * GIB, 10 * GIB)])
     assert caught.value.excess_bytes == GIB
 
 
 def test_a_device_that_has_less_left_is_named() -> None:
-    ranks = [Room("a", f"cuda:{rank}", 6 * GIB, (8 - rank) * GIB, 0, GIB) for rank in range(3)]
+    ranks = [Room("a", f"cuda:{rank}", 6 * GIB, (8 - rank) * GIB, GIB, 0, GIB) for rank in range(3)]
     check(ranks)
     with pytest.raises(
-        InfeasibleError, match=r"takes 6,442,450,944 bytes .* cuda:3 of rank 3 has 5,368,709,120 bytes \(5.0 GiB\) left"
+        InfeasibleError,
+        match=r"takes 6,442,450,944 bytes .* cuda:3 of rank 3 has 5,368,709,120 bytes \(5.0 GiB\) left"
+        r" for it, beside 1,073,741,824 bytes \(1.0 GiB\) of tensors that are there: if the model is, give it",
     ) as caught:
-        check([*ranks, Room("a", "cuda:3", 6 * GIB, 5 * GIB, 0, GIB)])
+        check([*ranks, Room("a", "cuda:3", 6 * GIB, 5 * GIB, GIB, 0, GIB)])
     assert caught.value.excess_bytes == GIB
 
 
