@@ -65,8 +65,8 @@ def check(found: Sequence[Room]) -> None:
             raise InfeasibleError(
                 f"the plan takes {in_all_bytes(each.device_bytes)} of a device, and {each.device} of rank {rank} has "
                 f"{in_all_bytes(each.device_has)} left for it, beside {in_all_bytes(each.device_taken)} of tensors "
-                "that are there: if the model is, give it on the CPU (model.cpu()) or on the meta device; end what else uses "
-                "the device, or plan again for a cluster whose devices have that much (device.memory_bytes)",
+                "that are there: if the model is, give it on the CPU (model.cpu()) or the meta device; end what else "
+                "uses the device, or plan again for a cluster whose devices have that much (device.memory_bytes)",
                 each.device_bytes - each.device_has,
             )
         together = [other.host_bytes for other in found if other.machine == each.machine]
