@@ -30,7 +30,7 @@ from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.certificate import ROUNDING
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.unsharding import PER_STEP
-from planner.search.candidate_evaluation import LIKELY, doubt_of, is_likely, raised
+from planner.search.candidate_evaluation import LIKELY, RAISED, doubt_of, is_likely, raised
 from planner.search.candidates import (
     PROVED,
     Branch,
@@ -60,7 +60,9 @@ BESIDE = 1.0
 """Pipelines at most so many doublings from the best plan's are evaluated before any."""
 
 SETTLED = 40
-"""After so many evaluations without a better plan every second one is for the proof."""
+"""After so many evaluations without a better plan most are for the proof."""
+OF_PROOF = 4
+"""Of so many evaluations then all but one."""
 
 
 class ParallelConfigs(NamedTuple):
@@ -274,17 +276,23 @@ def _best_first(
     while waiting or under_way.branches:
         is_late = context.is_late()
         if best is not None and is_late:
-            left = (*waiting, *under_way.branches)
+            left = (*waiting, *under_way.left())
+            for each in left:
+                best = better(best, each)
             closed += [close(each, best) for branch in left for each in branch.every]
             break
         waiting = [raised(under_way.free_s, branch) for branch in waiting]
         over = [is_near(context, branch, best) or is_reached(branch.bound_s, best) for branch in waiting]
         closed += [close(each, best) for branch in itertools.compress(waiting, over) for each in branch.every]
         waiting = [branch for branch, is_over in zip(waiting, over, strict=True) if not is_over]
+        is_settled = since > SETTLED
         while waiting and len(under_way.branches) < (1 if best is None else AHEAD):
-            chosen = _of_turn(waiting, next(turns), best, since > SETTLED)
+            chosen = _of_turn(waiting, next(turns), best, is_settled)
             branch = min(chosen, key=lambda branch: _priority(branch, first, larger, likely_s, best))
-            waiting = [each for each in waiting if each is not branch]
+            others = _packed_alike(branch, waiting) if is_settled else []
+            begun = {id(each) for each in (branch, *others)}
+            waiting = [each for each in waiting if id(each) not in begun]
+            branch = replace(branch, others=(*branch.others, *others))
             if is_late and not branch.is_by_itself and len(closed) + 1 < len(configs):
                 closed += [close(each, best) for each in branch.every]
                 continue
@@ -320,14 +328,25 @@ def _of_turn(waiting: list[Branch], turn: int, best: FoundPlan | None, is_settle
     is settled.
     """
     if is_settled:
-        turn, is_of_least = divmod(turn, 2)
+        turn, of_proof = divmod(turn, OF_PROOF)
         least = min(waiting, key=lambda branch: branch.bound_s)
-        if is_of_least and not least.is_priced:
+        if of_proof and not least.is_priced:
             return [least]
     kinds: tuple[list[Branch], ...] = [], [], []
     for branch in waiting:
         kinds[0 if branch.pipeline is None else 1 + (not is_likely(branch, best))].append(branch)
     return next(each for each in (kinds[(turn + more) % len(kinds)] for more in range(len(kinds))) if each)
+
+
+def _packed_alike(branch: Branch, waiting: list[Branch]) -> list[Branch]:
+    """Pipelines that are bounded as low with the same costs as one, and by their work alone so far: once prices of
+    memory are found for that, packing each takes about a millisecond.
+    """
+    if branch.pipeline is None or branch.is_by_itself or branch.likely_s:
+        return []
+    others = [each for each in waiting if each.pipeline is not None and each is not branch and not each.likely_s]
+    alike = [each for each in others if each.bounded_by == branch.bounded_by and each.candidate.proof == "work"]
+    return [each for each in alike if each.bound_s <= branch.bound_s * (1 + RAISED)]
 
 
 def _priority(

@@ -109,6 +109,9 @@ class Evaluator:
     def _evaluate(self, branch: Branch, best: FoundPlan | None) -> list[Branch]:
         if branch.pipeline is None:
             return self._by_pipeline(branch, best)
+        if branch.others:
+            first, *others = branch.every
+            return [*self._evaluate(first, best), *(self._bounded_by_packing(each, best) for each in others)]
         if branch.likely_s and branch.is_by_itself:
             return [self._closer(branch, best)]
         closer = self._bounded_by_packing(branch, best)

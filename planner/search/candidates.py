@@ -124,8 +124,9 @@ class Branch:
     """How closely a candidate was evaluated.
 
     It is of one ``pipeline`` of its configuration, that of one stage where there are no others; until its work is known
-    also of ``others``, the same configuration with more micro-batches; once it is known ``scarce``, those of these that
-    have at most as many and too few samples for the ranks, if it has too few.
+    also of ``others``, the same configuration with more micro-batches, and while it is packed perhaps of other
+    pipelines; once its work is known ``scarce``, those of these configurations that have at most as many micro-batches
+    and too few samples for the ranks, if it has too few.
 
     ``is_sought`` once a pipeline was cut, ``is_priced`` once its relaxation is proved, ``is_done`` once it was cut for
     that with all effort, or need not be. ``bounded_by`` is the configuration with whose costs it is bounded, which may

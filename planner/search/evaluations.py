@@ -74,6 +74,15 @@ class Evaluations:
             self._paths.setdefault(first.branch.pipeline, Paths(first.branch.pipeline)).add(found.paths)
         return found.branches
 
+    def left(self) -> tuple[Branch, ...]:
+        """What became of those under way that happen to be over, and the others as they were begun."""
+        found = list[Branch]()
+        for each in self._under_way:
+            answer = each.answer if each.answer is not None and each.answer.done() else None
+            evaluated = each.found if answer is None or answer.exception() is not None else answer.result()
+            found += [each.branch] if evaluated is None else evaluated.branches
+        return tuple(found)
+
     def _wait(self, answer: Future[Evaluated | None]) -> bool:
         """Whether there is an answer before the time limit; once that has passed, when there is one."""
         before = time.monotonic()

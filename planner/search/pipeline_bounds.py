@@ -50,6 +50,8 @@ APART = 4e-3
 """Part of a step by which what is known of other prices may be below the least that was found."""
 MIXES = 8
 """So many mixes of what is behind work as if it were, and as if it were not, are tried."""
+ENTRIES_OF_PACKING = 30_000
+"""Entries of a table at most where blocks are packed: most that is packed is far from the best plan."""
 ENTRIES_OF_PROOF = 5_000_000
 """Entries of a table at most where a bound is to be proved, once choices that are too slow are dropped."""
 UNLIMITED = 1e30
@@ -91,7 +93,7 @@ class PipelineBounds:
         self.costs, self.limit_bytes, self.send_s, self.waits = costs, limit_bytes, send_s, waits
         self._behind = 1.0
         self._free_with: list[Floats] = []
-        self._tree: Tree | None = None
+        self._trees: dict[int, Tree] = {}  # by the entries that tables have at most
         self._entries = ENTRIES
         self._packings: dict[bool, Packing] = {}
         self._below_s = math.inf  # of faster plans no choice was dropped
@@ -165,7 +167,7 @@ class PipelineBounds:
         """
         dropped = [each >= enough_s for each in least_s]
         if self.costs.kept is not None and any(each.any() for each in dropped):
-            self.costs, self._tree = self.costs.without(dropped), None
+            self.costs, self._trees = self.costs.without(dropped), {}
 
     def _narrow_freely(self, enough_s: float) -> None:
         """Drop those with which they would, even if memory and waiting cost nothing."""
@@ -199,7 +201,7 @@ class PipelineBounds:
         ranks = paths.pipeline.ranks
         assert paths.pipeline.micro_batches == self.costs.space.mesh.micro_batches
         if self.costs.kept is not None and self.limit_bytes is not None:
-            self.costs, self._tree = self.costs.fitting(self.limit_bytes), None
+            self.costs, self._trees = self.costs.fitting(self.limit_bytes), {}
         if self.costs.kept is None:
             return PipelineBound(enough_s, self.choices)
         waiting_s = self._narrow_at_pace(paths, enough_s)
@@ -236,7 +238,7 @@ class PipelineBounds:
             return PipelineBound(bound_s, self.choices, solution.step_s)
         best = [*_most_used(met, master, solution), self._alike(master.variants[0], solution, ranks)]
         left: ChoicesInOrder | None = None
-        if is_proof and self._tree is not None and self._tree.exact:
+        if is_proof and self._entries in self._trees and self._trees[self._entries].exact:
             if math.isfinite(enough_s):
                 left = self._fastest_first(solution.prices, 1.0 / ranks)
             else:
@@ -421,7 +423,7 @@ class PipelineBounds:
             others, once, count = prices, 1.0, 1
         at = [(0, level) for level in range(len(self.costs.levels))]
         tables = self.costs.under(at, prices, others, once, once * self._behind, of_multiple=of_multiple)
-        least = self._eliminated(*tables)
+        least = self._eliminated(*tables, ENTRIES_OF_PACKING)
         level = int(np.argmin(least.bounds))
         variants = self._block_variants(self._choices_of(least.assignment(level)))
         return float(least.bounds[level]) / count, variants[level]
@@ -505,7 +507,7 @@ class PipelineBounds:
             return False
         if math.isfinite(enough_s):
             self._narrow_under(solution.prices, once, enough_s)
-        self._entries, self._tree = ENTRIES_OF_PROOF, None
+        self._entries = ENTRIES_OF_PROOF
         return True
 
     def _narrow_under(self, prices: Prices, once: float, enough_s: float) -> None:
@@ -565,9 +567,12 @@ class PipelineBounds:
         least = self._eliminated(*self.costs.under(at, body, prices, once, once * self._behind))
         return least.bounds, least
 
-    def _eliminated(self, singles: list[Floats], pairs: dict[tuple[int, int], Floats]) -> LeastOfEach:
-        least = least_of_each(singles, pairs, self._tree, self._entries)
-        self._tree = least.tree
+    def _eliminated(
+        self, singles: list[Floats], pairs: dict[tuple[int, int], Floats], entries: int | None = None
+    ) -> LeastOfEach:
+        entries = entries or self._entries
+        least = least_of_each(singles, pairs, self._trees.get(entries), entries)
+        self._trees[entries] = least.tree
         return least
 
 

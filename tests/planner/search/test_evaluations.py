@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
 
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
-from planner.search import process_pool
+from planner.search import branch_and_bound, process_pool
 from planner.search.branch_and_bound import Searched
 from planner.search.candidate_evaluation import Evaluated, Evaluator
 from planner.search.candidates import Branch
 from planner.search.evaluations import Asked, Evaluations
 from planner.search.search import begin_search, search
-from planner.search.search_context import Progress
+from planner.search.search_context import Progress, SearchContext
 from tests.planner.plans import cluster, residual_mlp
 
 GRAPH = residual_mlp(layers=6, batch=64)
@@ -76,6 +76,56 @@ def test_one_search_after_another_has_the_same_processes(processes: list[process
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_pool, "cores", lambda: 1)
         assert found_within_less() == found
+
+
+def test_pipelines_that_are_packed_together_are_bounded_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first plan on most evaluations are for the proof, of pipelines with the same costs together."""
+    evaluate, together = Evaluator.evaluate, list[int]()
+
+    def compared(self: Evaluator, branch: Branch, *asked: Any) -> Evaluated:
+        found = evaluate(self, branch, *asked)
+        if branch.pipeline is not None and branch.others:
+            together.append(len(branch.every))
+            for each, at in zip(branch.others, found.branches[-len(branch.others) :], strict=True):
+                assert at.pipeline == each.pipeline and at.bound_s >= each.bound_s
+                assert at.bound_s == self._bounded_by_packing(each, asked[0]).bound_s
+        return found
+
+    monkeypatch.setattr(process_pool, "cores", lambda: 1)
+    monkeypatch.setattr(branch_and_bound, "SETTLED", -1)
+    monkeypatch.setattr(Evaluator, "evaluate", compared)
+    found = searched()
+    assert sum(together) >= 6
+    assert found.evaluation.time_s == pytest.approx(alone().evaluation.time_s, rel=1e-6)
+    assert found.status == alone().status
+
+
+def test_what_is_over_when_time_is_up_counts(
+    processes: list[process_pool.Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, answers = process_pool.Process.ask, list[Future[Evaluated | None]]()
+
+    def asked(self: process_pool.Process, question: Asked) -> Future[Evaluated | None]:
+        answers.append(ask(self, question))
+        return answers[-1]
+
+    def is_late(self: SearchContext) -> bool:
+        if len(answers) < 12:
+            return False
+        wait(answers)
+        return True
+
+    def bounds() -> dict[object, float]:
+        answers.clear()
+        return {row.config: row.bound_s for row in searched().candidates}
+
+    monkeypatch.setattr(process_pool.Process, "ask", asked)
+    monkeypatch.setattr(SearchContext, "is_late", is_late)
+    found = bounds()
+    monkeypatch.setattr(Evaluations, "left", lambda self: self.branches)
+    without = bounds()
+    assert all(found[config] >= bound_s for config, bound_s in without.items())
+    assert any(found[config] > bound_s for config, bound_s in without.items())
 
 
 def test_where_a_process_ends_the_search_goes_on(
