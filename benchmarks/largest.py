@@ -32,7 +32,7 @@ import autopar
 from autopar.measure.profile import measured_cluster
 from benchmarks import record
 from benchmarks.gpt import GPT, Shape
-from benchmarks.one_gpu import Step, calibration, fully_sharded, stepping
+from benchmarks.one_gpu import Step, calibration, error_in, fully_sharded, stepping
 from planner.base import host
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
@@ -130,7 +130,7 @@ class Try:
     Attributes:
         short_of: what it has too little of: ``plan`` (no plan fits), ``device``, ``host``, ``time``; ``""``: it trains;
             ``error``: it says nothing.
-        said: the last line of an error.
+        said: the beginning of an error.
         seconds: of steps, measured.
         peak_bytes: of the device, or predicted.
         host_bytes: the most of the host's memory that it took.
@@ -313,8 +313,7 @@ def in_its_own_process(search: Search, job: Job, limit_s: float) -> Try:
             return Try(job, ended or "host", "ended", parameters, host_bytes=before - least)
         if process.returncode:
             said.seek(0)
-            last = [line for line in said.read().splitlines() if line.strip()][-1:]
-            return Try(job, "error", " ".join(last)[:300], parameters)
+            return Try(job, "error", error_in(said.read()), parameters)
         found = Try.from_dict(json.loads(Path(f"{folder}/try.json").read_text(encoding="utf-8")))
     return replace(found, host_bytes=before - least)
 

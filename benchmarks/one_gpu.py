@@ -114,10 +114,16 @@ def _in_its_own_process(case: Mapping[str, Any], side: str, folder: str) -> Run 
     told = json.dumps({"case": case, "side": side, "cluster": f"{folder}/cluster.yaml", "to": f"{folder}/run.json"})
     done = subprocess.run([sys.executable, "-m", "benchmarks.one_gpu", told], capture_output=True, text=True)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if re.match(r"(\[rank0\]: )?[\w.]*Error\b", line)]
-        print(f"{case} {side}: {' '.join(errors[-1:])[:300]}", flush=True)
+        print(f"{case} {side}: {error_in(done.stderr)}", flush=True)
         return None
     return Run(**json.loads(Path(f"{folder}/run.json").read_text(encoding="utf-8")))
+
+
+def error_in(said: str) -> str:
+    """The beginning of the error with which a process ended, whose notes may follow; else of the last that it said."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\[rank0\]: )?[\w.]*Error\b", line)]
+    return (errors or lines or [""])[-1][:300]
 
 
 # ---- one row, in its process -----------------------------------------------------------------------------------------

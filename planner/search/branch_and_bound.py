@@ -276,10 +276,10 @@ def _best_first(
     while waiting or under_way.branches:
         is_late = context.is_late()
         if best is not None and is_late:
-            left = (*waiting, *under_way.left())
+            left = under_way.left()
             for each in left:
                 best = better(best, each)
-            closed += [close(each, best) for branch in left for each in branch.every]
+            closed += [close(each, best) for branch in (*waiting, *left) for each in branch.every]
             break
         waiting = [raised(under_way.free_s, branch) for branch in waiting]
         over = [is_near(context, branch, best) or is_reached(branch.bound_s, best) for branch in waiting]
@@ -292,7 +292,7 @@ def _best_first(
             others = _packed_alike(branch, waiting) if is_settled else []
             begun = {id(each) for each in (branch, *others)}
             waiting = [each for each in waiting if id(each) not in begun]
-            branch = replace(branch, others=(*branch.others, *others))
+            branch = replace(branch, others=tuple(others)) if others else branch
             if is_late and not branch.is_by_itself and len(closed) + 1 < len(configs):
                 closed += [close(each, best) for each in branch.every]
                 continue
@@ -344,9 +344,9 @@ def _packed_alike(branch: Branch, waiting: list[Branch]) -> list[Branch]:
     """
     if branch.pipeline is None or branch.is_by_itself or branch.likely_s:
         return []
-    others = [each for each in waiting if each.pipeline is not None and each is not branch and not each.likely_s]
-    alike = [each for each in others if each.bounded_by == branch.bounded_by and each.candidate.proof == "work"]
-    return [each for each in alike if each.bound_s <= branch.bound_s * (1 + RAISED)]
+    low = [each for each in waiting if each is not branch and each.bound_s <= branch.bound_s * (1 + RAISED)]
+    by_work = [each for each in low if each.candidate.proof == "work" and not each.likely_s]
+    return [each for each in by_work if each.pipeline is not None and each.bounded_by == branch.bounded_by]
 
 
 def _priority(

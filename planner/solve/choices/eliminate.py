@@ -117,7 +117,7 @@ def _least(table: Floats, scope: Scope, wanted: Scope) -> Floats:
 
 def _parts(done: Elimination, number: int) -> list[tuple[Scope, Floats]]:
     """What a cluster adds up, small tables first."""
-    found = [(part.scope, part.of(done.singles, done.pairs, done.messages)) for part in done.tree.parts[number]]
+    found = [(each.scope, each.of(done.singles, done.pairs, done.messages)) for each in done.tree.summands[number]]
     shift = [((done.tree.clusters[number].vertex,), done.shifts[number])] if number in done.shifts else []
     return [*shift, *found]
 

@@ -68,13 +68,13 @@ class Tree:
         return tuple(map(tuple, groups.values()))
 
     @cached_property
-    def parts(self) -> tuple[tuple[Summand, ...], ...]:
+    def summands(self) -> tuple[tuple[Summand, ...], ...]:
         """What each cluster's table adds up: what is over few vertices first, and over the same ones together, so that
         most is added to small tables.
         """
-        return tuple(map(self._parts_of, self.clusters))
+        return tuple(map(self._summands_of, self.clusters))
 
-    def _parts_of(self, cluster: Cluster) -> tuple[Summand, ...]:
+    def _summands_of(self, cluster: Cluster) -> tuple[Summand, ...]:
         found = [Summand((cluster.vertex,))] if cluster.takes_single else []
         found += [Summand(pair, pair=pair) for pair in cluster.pairs]
         found += [Summand(self.clusters[child].separator, cluster=child) for child in cluster.children]

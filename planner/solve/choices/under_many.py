@@ -64,9 +64,9 @@ class LeastOfEach:
     def _row(self, number: int, k: int, chosen: Ints) -> Floats:
         """What the choices at a cluster's vertex cost in its table, with those that were chosen at the others."""
         vertex, costs = self.tree.clusters[number].vertex, np.zeros(1)
-        for part in self.tree.parts[number]:
-            at = (k, *(slice(None) if u == vertex else chosen[u] for u in part.scope))
-            costs = costs + part.of(self.singles, self.pairs, self.messages)[at]
+        for summand in self.tree.summands[number]:
+            at = (k, *(slice(None) if u == vertex else chosen[u] for u in summand.scope))
+            costs = costs + summand.of(self.singles, self.pairs, self.messages)[at]
         return costs + self.shifts[number][k] if number in self.shifts else costs
 
     @cached_property
@@ -213,8 +213,8 @@ def _table(
     scope = (cluster.vertex, *cluster.separator)
     into = _BUFFERS.of(slot, (len(singles[0]), *(singles[u].shape[1] for u in scope)))
     found, size = np.zeros((1,) * into.ndim), into.size
-    for part in tree.parts[number]:
-        table = _aligned(part.of(singles, pairs, messages), part.scope, scope)
+    for summand in tree.summands[number]:
+        table = _aligned(summand.of(singles, pairs, messages), summand.scope, scope)
         is_whole = found.size == size or math.prod(map(max, found.shape, table.shape)) == size
         found = np.add(found, table, out=into if is_whole else None)
     return found
