@@ -49,8 +49,6 @@ GROWTH = 0.08
 """A step is expected to grow by this power of the micro-batches beyond those that it is bounded with."""
 FEW = 200
 """So many plans of a pipeline are looked at one by one."""
-BETTER = 500
-"""Effort for cutting what gave the best plan once more."""
 RAISED = 0.01
 """Part of a step by which a closer bound makes it worth to look first whether others are more promising."""
 
@@ -92,6 +90,7 @@ class Evaluator:
         self._free_s: FreeSeconds = {}
         self._bounds: dict[ParallelConfig, PipelineBounds] = {}
         self._paths: dict[tuple[object, Pipeline], Paths] = {}
+        self._relaxed: dict[ParallelConfig, tuple[float, tuple[tuple[int, ...], ...]]] = {}
         self._typical: dict[ParallelConfig, tuple[tuple[int, ...], ...]] = {}
 
     def evaluate(self, branch: Branch, best: FoundPlan | None, paths: Iterable[Path] = ()) -> Evaluated:
@@ -221,23 +220,20 @@ class Evaluator:
     def _estimated(self, branch: Branch, best: FoundPlan | None) -> Branch:
         """A pipeline with what its stages wait and hold; bounded only where it is likely to be slower than the best
         plan, and cut at once while there is none.
-        """
-        branch, _ = self._at_prices(branch, best, is_proof=False)
-        return branch if best is not None else self._cut_closely(branch, best)
 
-    def _cut_closely(self, branch: Branch, best: FoundPlan | None) -> Branch:
-        """A pipeline cut, with more effort where it gives the best plan."""
-        found = self._cut(branch, best)
-        known, before = better(best, found), time.monotonic()
-        if known is not None and known is not best:
-            found = self._with_pipeline(found, known.choices, known, BETTER)
-            self.context.took("solve", before)
-        return found
+        What another one of its configuration takes so, in parts of blocks, may be less than what this one takes at
+        least in whole ones: then this one's says no more, and it is cut for the other's choices.
+        """
+        relaxed_s, choices = self._relaxed.get(branch.candidate.config, (math.inf, ()))
+        if best is not None and relaxed_s <= branch.candidate.bound_s < math.inf:
+            return replace(branch, met=choices, likely_s=branch.candidate.bound_s)
+        branch, _ = self._at_prices(branch, best, is_proof=False)
+        return branch if best is not None else self._cut(branch, best)
 
     def _closer(self, branch: Branch, best: FoundPlan | None) -> Branch:
         """A pipeline whose relaxation was solved: cut, then proved, at last cut with all effort."""
         if not branch.is_sought:
-            return self._cut_closely(branch, best)
+            return self._cut(branch, best)
         if not branch.is_priced:
             return self._proved(branch, best)
         return self._cut(branch, best, THOROUGH)
@@ -298,6 +294,8 @@ class Evaluator:
         before = time.monotonic()
         found = bounds.of(paths, cutoff_s(self.context, best), is_proof, branch.candidate.bound_s)
         self.context.took("solve", before)
+        if found.expected_s > 0.0:
+            self._relaxed[config] = found.expected_s, found.choices
         branch = _raised_to(branch, found.time_s, "relaxation")
         bound_s = branch.candidate.bound_s
         status = "infeasible" if math.isinf(bound_s) else "none found" if branch.is_sought else "not tried"

@@ -203,16 +203,11 @@ class _Work:
             self.holds[row, 0, stages], self.holds[row, 1, stages] = 1.0, moment.added
             self.keeps[row, stages] = moment.counts
         self.limits = np.array([float(limit_bytes or 0) - working[moment.backward] for _, moment in moments])
-        self._full = [
-            sorted(
-                {
-                    (float(keeps[stage]), float(holds[1, stage]), float(limit))
-                    for keeps, holds, limit in zip(self.keeps, self.holds, self.limits, strict=True)
-                    if holds[0, stage]
-                }
-            )
-            for stage in range(self.stages)
-        ]
+        by_stage = np.stack([self.keeps, self.holds[:, 1], np.tile(self.limits[:, None], self.stages)], axis=2)
+        full = [np.unique(by_stage[self.holds[:, 0, stage] > 0.0, stage], axis=0) for stage in range(self.stages)]
+        self._full = [[(float(a), float(b), float(c)) for a, b, c in each] for each in full]
+        self._of_stage = np.repeat(np.arange(self.stages), list(map(len, full)))
+        self._fullest = np.concatenate(full).T
         self._before = np.concatenate([np.zeros((2, 1)), np.cumsum(self.held, axis=1)], axis=1)
         self.alone = pipeline.virtual_stages == 1
         self.priced = 0 if self.alone else len(fullest)  # rows: other moments only say whether a cut fits
@@ -249,11 +244,11 @@ class _Work:
 
     def allows(self, bounds: Ints) -> bool:
         """Whether every stage of a cut has blocks, and may have them as far as it alone can tell."""
-        i, j = bounds[:-1], bounds[1:]
-        if not (i < j).all():
+        if not (bounds[:-1] < bounds[1:]).all():
             return False
-        excess = (self._excess(full, i[at], j[at]) for at, full in enumerate(self._full))
-        return self.limit is None or all(float(each) <= 0.0 for each in excess)
+        before, (in_flight, added, limits) = np.vstack([self._before, self._least_saved])[:, bounds], self._fullest
+        always, gradients, saved = (before[:, 1:] - before[:, :-1])[:, self._of_stage]
+        return self.limit is None or bool((always + added * gradients + in_flight * saved <= limits).all())
 
     @cached_property
     def least_excess(self) -> Floats:
