@@ -1,7 +1,6 @@
 """What every test runs under. Nothing here imports torch: the planner's tests run without it."""
 
 import gc
-import math
 import os
 import signal
 import sys
@@ -31,7 +30,7 @@ gc.set_threshold(100_000)
 
 # Searches start no processes beside them: every core has a worker of its own, and three interpreters start for longer
 # than a small model is searched. They would find the same, as test_evaluations says, which starts them.
-process_pool.WORTHWHILE_S = math.inf
+process_pool.WORTHWHILE_S = 1e6
 
 # The same examples every time, and no deadlines: the machine may be busy.
 settings.register_profile(

@@ -11,7 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
-import time
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -32,14 +32,18 @@ class ProcessPool:
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._since = most, time.monotonic()
-        self._processes: list[Process] | None = None
+        self._most, self._processes = most, list[Process]()
+        self._starting = threading.Timer(WORTHWHILE_S, self._start)
+        self._starting.daemon = True
         self._known: dict[DecisionGraph, int] = {}
 
     def __enter__(self) -> ProcessPool:
+        with contextlib.suppress(RuntimeError):  # there may be no thread for it
+            self._starting.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._starting.cancel()
         self._end()
 
     def searching(self, context: object, decision_graph: DecisionGraph) -> list[Process]:
@@ -47,10 +51,9 @@ class ProcessPool:
 
         Each keeps the decision graphs that it was told, and what it found of them, for later searches.
         """
-        if self._processes is None and time.monotonic() - self._since > WORTHWHILE_S:
-            self._processes = []
-            self._start(self._processes)
-        running = [each for each in self._processes or () if each.is_running]
+        if self._starting.is_alive():
+            return []
+        running = [each for each in self._processes if each.is_running]
         if not running:
             return []
         told = None if decision_graph in self._known else decision_graph
@@ -65,13 +68,15 @@ class ProcessPool:
         return running
 
     def _end(self) -> None:
-        ended, self._processes = self._processes or [], []
+        if self._starting.is_alive():
+            self._starting.join()
+        ended, self._processes = self._processes, []
         for process in ended:
             process.kill()
         for process in ended:
             process.end()
 
-    def _start(self, processes: list[Process]) -> None:
+    def _start(self) -> None:
         """Add a process for each core and one more, where there are several, as far as they can be started: what one is
         asked may have to wait for what it was asked before.
 
@@ -82,7 +87,7 @@ class ProcessPool:
             return
         with contextlib.suppress(OSError, RuntimeError):
             for _ in range(min(usable + 1, self._most)):
-                processes.append(Process())
+                self._processes.append(Process())
 
 
 class Process:

@@ -35,7 +35,14 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[process_pool.Pro
 
     monkeypatch.setattr(process_pool, "Process", Known)
     monkeypatch.setattr(process_pool, "cores", lambda: 2)
-    monkeypatch.setattr(process_pool, "WORTHWHILE_S", -1.0)
+    monkeypatch.setattr(process_pool, "WORTHWHILE_S", 0.0)
+    enter = process_pool.ProcessPool.__enter__
+
+    def entered(self: process_pool.ProcessPool) -> process_pool.ProcessPool:
+        enter(self)._starting.join()
+        return self
+
+    monkeypatch.setattr(process_pool.ProcessPool, "__enter__", entered)
     yield started
     assert started
     assert all(each._process.poll() is not None for each in started), "a process outlived the search"
