@@ -44,7 +44,7 @@ from planner.search.candidates import (
     is_near,
     is_reached,
 )
-from planner.search.evaluations import AHEAD, Evaluations
+from planner.search.evaluations import AHEAD, AHEAD_OF_PROOF, Evaluations
 from planner.search.parallel_config import Arithmetic, ParallelConfig, batch_of, seeds
 from planner.search.pipeline_refinement import refined
 from planner.search.search_context import SearchContext
@@ -286,7 +286,8 @@ def _best_first(
         closed += [close(each, best) for branch in itertools.compress(waiting, over) for each in branch.every]
         waiting = [branch for branch, is_over in zip(waiting, over, strict=True) if not is_over]
         is_settled = since > SETTLED
-        while waiting and len(under_way.branches) < (1 if best is None else AHEAD):
+        ahead = 1 if best is None else AHEAD_OF_PROOF if is_settled else AHEAD
+        while waiting and len(under_way.branches) < ahead:
             chosen = _of_turn(waiting, next(turns), best, is_settled)
             branch = min(chosen, key=lambda branch: _priority(branch, first, larger, likely_s, best))
             others = _packed_alike(branch, waiting) if is_settled else []

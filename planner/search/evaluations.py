@@ -24,8 +24,10 @@ from planner.solve.pipeline.master import Paths
 from planner.solve.pipeline.simulate import Path
 from planner.solve.pipeline.stages import Pipeline
 
-AHEAD = 4
-"""So many evaluations are under way at most: with more, what they find is known too late for those that follow."""
+AHEAD, AHEAD_OF_PROOF = 4, 12
+"""So many evaluations are under way at most: while plans are sought, since with more what they find is known too late
+for those that follow; and once the best plan is settled.
+"""
 
 Asked: TypeAlias = tuple[Branch, FoundPlan | None, tuple[Path, ...]]
 """The arguments of :meth:`Evaluator.evaluate`."""

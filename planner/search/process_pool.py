@@ -18,6 +18,8 @@ from typing import Any
 from planner.base.host import cores
 from planner.formulation.decisions import DecisionGraph
 
+MOST = 8
+"""Processes at most: each may take a gigabyte."""
 WORTHWHILE_S = 0.3
 """Searches that take no longer have no other processes: one is ready after about as long."""
 
@@ -26,13 +28,10 @@ class ProcessPool:
     """Processes that evaluate candidates, for one search after another.
 
     Used as a context, which ends them, whatever they are at.
-
-    Args:
-        most: so many are of use.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most, self._processes = most, list[Process]()
+    def __init__(self) -> None:
+        self._processes = list[Process]()
         self._starting = threading.Timer(WORTHWHILE_S, self._start)
         self._starting.daemon = True
         self._known: dict[DecisionGraph, int] = {}
@@ -86,7 +85,7 @@ class ProcessPool:
         if usable < 2 or not sys.executable or getattr(sys, "frozen", False):
             return
         with contextlib.suppress(OSError, RuntimeError):
-            for _ in range(min(usable + 1, self._most)):
+            for _ in range(min(usable + 1, MOST)):
                 self._processes.append(Process())
 
 

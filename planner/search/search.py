@@ -31,7 +31,6 @@ from planner.formulation.training import Training
 from planner.ir.folding import fold, fold_off
 from planner.ir.graph import Graph
 from planner.search.branch_and_bound import Searched
-from planner.search.evaluations import AHEAD
 from planner.search.home_search import search_homes
 from planner.search.left_out import check_schedule, check_update, why_no_pipelines
 from planner.search.micro_batch_search import ModelBlocks, search_micro_batches
@@ -142,7 +141,7 @@ def begin_search(
     rules, plan = rules_of(graph, folded), partial(search_micro_batches, max_axes=max_axes, left_out=left_out)
     check_float8(pins, graph, BlockFacts(folded, rules), cluster)
     seconds = {"fold": time.monotonic() - start, "build": 0.0, "solve": 0.0}
-    with ProcessPool(AHEAD) as pool:
+    with ProcessPool() as pool:
         context = SearchContext(
             CostModel(cluster), training, rules, pins, levels, deadline, progress, seconds, gap=gap, pool=pool
         )
