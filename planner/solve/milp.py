@@ -1,4 +1,4 @@
-"""Solves a mixed-integer program with HiGHS, on one thread."""
+"""Solves a mixed-integer program with HiGHS, on one thread, or its linear relaxation with GLOP."""
 
 from __future__ import annotations
 
@@ -40,14 +40,28 @@ def run(
 
     def work() -> None:
         try:
-            outcome.set_result(mathopt.solve(program, mathopt.SolverType.HIGHS, params=parameters))
+            outcome.set_result(_solved(program, mathopt.SolverType.HIGHS, parameters))
         except Exception as error:
-            status = error.__context__  # not of a malformed program: of HiGHS torn down halfway, often by its limit
-            if isinstance(status, StatusNotOk) and status.status.code() != StatusCode.INVALID_ARGUMENT:
-                outcome.set_result(None)
-            else:
-                outcome.set_exception(error)
+            outcome.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
     wait([outcome], None if time_limit_s is None else time_limit_s + LATE_S)
     return outcome.result() if outcome.done() else None
+
+
+def relaxation(program: mathopt.Model) -> mathopt.SolveResult | None:
+    """Solve a program without integer variables; ``None`` where GLOP breaks off."""
+    return _solved(program, mathopt.SolverType.GLOP, mathopt.SolveParameters())
+
+
+def _solved(
+    program: mathopt.Model, solver: mathopt.SolverType, parameters: mathopt.SolveParameters
+) -> mathopt.SolveResult | None:
+    """What a solver says; ``None`` where it breaks off: torn down halfway, often by its limit, or by its numerics."""
+    try:
+        return mathopt.solve(program, solver, params=parameters)
+    except Exception as error:
+        status = error.__context__
+        if isinstance(status, StatusNotOk) and status.status.code() != StatusCode.INVALID_ARGUMENT:
+            return None
+        raise  # of a malformed program

@@ -269,10 +269,10 @@ def _relaxed(program: _KeepProgram) -> tuple[dict[int, float], list[float]]:
     """
     for take in program.takes.values():
         take.integer = False
-    result = mathopt.solve(program.model, mathopt.SolverType.GLOP)
+    result = milp.relaxation(program.model)
     for take in program.takes.values():
         take.integer = True
-    if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+    if result is None or result.termination.reason != mathopt.TerminationReason.OPTIMAL:
         return {}, [0.0] * len(program.held)
     values = {number: result.variable_values(take) for number, take in program.takes.items()}
     prices = [max(0.0, result.reduced_costs(held)) * program.scale * program.unit_s for held in program.held]

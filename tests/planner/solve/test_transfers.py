@@ -9,9 +9,11 @@ from itertools import product
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pybind11_abseil.status import Status, StatusCode, StatusNotOk
 
 from benchmarks.transfer_schedule import farthest, least_recent, models, on_demand, static, trace_of
 from planner.base.errors import InfeasibleError, TransferScheduleError
+from planner.solve import milp
 from planner.solve.transfers import (
     Entry,
     Item,
@@ -105,6 +107,26 @@ def test_without_an_answer_of_the_solver(case: tuple[Trace, int]) -> None:
     trace, budget = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keep, "ANSWERS", ())
+        table = fewest_bytes(trace, budget)
+    assert table.high_water_bytes <= budget
+    assert table.link_bound_s <= tried(trace, budget) * (1 + 1e-9) <= sum(table.link_s.values()) * (1 + 2e-9)
+    assert table.stopped in ("proved", "solver")
+
+
+@settings(max_examples=10)
+@given(cases(most_items=3, most_moments=5))
+def test_where_solvers_break_off(case: tuple[Trace, int]) -> None:
+    """GLOP's numerics may, as they did of a step of a thousand moments; it is as if it had no answer."""
+
+    def breaking(*_: object, **__: object) -> None:
+        try:
+            raise StatusNotOk(Status(StatusCode.INTERNAL, "Unexpected GLOP termination reason: ABNORMAL"))
+        except StatusNotOk:
+            raise AttributeError("canonical_code") from None  # what OR-Tools makes of it
+
+    trace, budget = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(milp.mathopt, "solve", breaking)
         table = fewest_bytes(trace, budget)
     assert table.high_water_bytes <= budget
     assert table.link_bound_s <= tried(trace, budget) * (1 + 1e-9) <= sum(table.link_s.values()) * (1 + 2e-9)
