@@ -25,7 +25,16 @@ from planner.formulation.stage_costs import StageCosts
 from planner.ir.layout import PIPELINE, Axis
 from planner.solve.choices.tree import Tree
 from planner.solve.choices.under_many import ENTRIES, LeastOfEach, in_order, least_of_each, least_with_choices
-from planner.solve.pipeline.master import FEW_ROUNDS, MANY_ROUNDS, Master, MasterSolution, Paths, Prices, Variant
+from planner.solve.pipeline.master import (
+    FEW_ROUNDS,
+    MANY_ROUNDS,
+    Master,
+    MasterSolution,
+    Paths,
+    Prices,
+    Variant,
+    rounds_of_proof,
+)
 from planner.solve.pipeline.packing import BlockVariant, Packing, RankCapacities
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import Floats, Ints
@@ -239,10 +248,14 @@ class PipelineBounds:
         if bound_s >= enough_s or self.costs.kept is None:
             return PipelineBound(enough_s, self.choices)
         master, rounds = self._master(paths, self.limit_bytes), MANY_ROUNDS if is_proof else FEW_ROUNDS
-        new = met
+        ample_s, new = enough_s * (1 + AMPLE), met
         for number in range(ROUNDS):
             self._add(master, new)
-            solution = master.solve(OVER * max(bound_s, 1e-9), enough_s * (1 + AMPLE), rounds)
+            over_s = OVER * max(bound_s, 1e-9)
+            solution = master.solve(over_s, ample_s, rounds)
+            if is_proof and number == 0 and solution.step_s > known_s:  # its prices may say more, with more paths
+                rounds = rounds_of_proof(paths.pipeline)
+                solution = master.solve(over_s, ample_s, rounds)
             at_these = partial(self._under, solution.prices, 1.0 / ranks, enough_s)
             self._used[:] = _most_used(met, master, solution)
             if is_proof and number == 0:

@@ -25,6 +25,10 @@ from planner.solve.problem import Floats
 
 FEW_ROUNDS, MANY_ROUNDS = 6, 15
 """Simulations of a schedule at most, to find its paths: usually, and for a proof."""
+MANY_ACTIONS = 60_000
+"""Actions of all simulations together, at about the most, where a proof may say more than is known."""
+STEADY = 6
+"""Micro-batches a rank in the steps that are simulated, at about the most."""
 FIRST, EACH = 40, 3
 """Paths that are drawn of the even shares, and of others."""
 CLOSE = 2e-3
@@ -124,6 +128,12 @@ class Paths:
         known = {path.work.tobytes() for path in self.found}
         self.found += {path.work.tobytes(): path for path in paths if path.work.tobytes() not in known}.values()
         return len(self.found)
+
+
+def rounds_of_proof(pipeline: Pipeline) -> int:
+    """Simulations of a pipeline's schedule at most where a proof may say more than is known."""
+    p = pipeline
+    return max(MANY_ROUNDS, MANY_ACTIONS // (2 * p.stages * min(p.micro_batches, STEADY * p.ranks)))
 
 
 class Master:
