@@ -33,14 +33,11 @@ from planner.formulation.cost_table import (
     COVER,
     FIRST,
     FORWARD,
-    GATHERED,
     HELD,
     LAST,
     ONCE,
     PLACES,
     USES,
-    VALUE,
-    WORK,
     Costs,
     CostTable,
 )
@@ -109,11 +106,6 @@ class StageCosts:
         body = ((each, kept) for each, kept in zip(self._singles, self.kept, strict=True) if each.place == BODY)
         works_s = ((c.of(FORWARD) + c.of(BACKWARD) + sum(c.again[:1]) * c.of(AGAIN))[kept] for c, kept in body)
         return sum(float(each.min()) for each in works_s) / self.count
-
-    @property
-    def gathers_each(self) -> bool:
-        """Whether every micro-batch gathers parameters, which takes as long however small it is."""
-        return not self.space.unsharding.once_per_step
 
     def is_anything(self, place: str) -> bool:
         """Whether there are decisions, or pairs of them, with the prices of a place."""
@@ -252,7 +244,7 @@ class StageCosts:
                 assert isinstance(layout, tuple)
                 seconds, held = space.storage(node, layout)
                 once_s[number], held_bytes[number] = seconds * times, (held - space.not_with_all(node, layout)) * times
-            return Costs(place, shape, {ONCE: once_s, HELD: held_bytes}, origin=WORK if node.op == "param" else VALUE)
+            return Costs(place, shape, {ONCE: once_s, HELD: held_bytes}, is_value=node.op != "param")
         kind = cast(int, variable[1])
         place = self._places[kind]
         (forward, backward, inner_again, inner_backward), transient, parameters = space.works_of(node, options)
@@ -359,7 +351,7 @@ class StageCosts:
         for at in places:
             times = np.array([float(each.held.get((flow, at), 0)) for each in as_made])
             saved += np.multiply.outer(times, enlarging.smaller_bytes[at])
-        return [Costs(BODY, shape, parts, tuple(again), saved, origin=VALUE)]
+        return [Costs(BODY, shape, parts, tuple(again), saved, is_value=True)]
 
     def _pair(
         self,
@@ -386,17 +378,17 @@ class StageCosts:
         if not allowed.all():
             wall = np.where(allowed, 0.0, math.inf)
             forward, backward = (np.where(allowed, each, 0.0) for each in (forward, backward))
-        shape = forward.shape
+        shape, is_value = forward.shape, not is_param
         if is_param and self.space.unsharding.once_per_step:
             behind = np.maximum(backward * count - added_s * self.space.mesh.micro_batches, 0.0)
             held = gathered * factor - (0.0 if late is None else count * late)
             parts = {BACKWARD: added_s, ONCE: forward * count, BEHIND: behind, HELD: held}
-            return Costs(place, shape, parts, wall=wall)
+            return Costs(place, shape, parts, wall=wall, is_value=is_value)
         is_beside = is_param and self.space.unsharding.overlaps_reduce
         parts = {FORWARD: forward * count, BEHIND if is_beside else BACKWARD: backward * count}
         parts |= {AGAIN: forward} if again.any() else {}
         saved = np.multiply.outer(kept, gathered) if is_param and place == BODY else None
-        return Costs(place, shape, parts, tuple(again), saved, wall, GATHERED if is_param else VALUE)
+        return Costs(place, shape, parts, tuple(again), saved, wall, is_value)
 
     def _added_s(self, flow: Flow) -> Floats:
         """Seconds to add a parameter's gradient of one micro-batch to that of the others, for every pair of choices."""
@@ -435,13 +427,13 @@ class StageCosts:
         behind: float,
         mix: tuple[Floats, Floats] | None = None,
         *,
-        multiple: float = 1.0,
+        of_multiple: bool = False,
     ) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
         """Singles and pairs of the problem of choices, an entry for each stage and level that all of the body is at.
 
         In ``k`` times as many micro-batches each takes a ``k``-th at least, as nothing takes more than ``k`` times as
-        long for ``k`` times as much, and of parameters as much is gathered in each; what is held and done once a step
-        is the same. Values may go another way, whose sum alone is no shorter, and of those that are given less is held.
+        long for ``k`` times as much; what is held and done once a step is the same. Values may go another way, whose
+        sum alone is no shorter, and of those that are given less is held.
 
         Args:
             at: numbers of stages among the ``body``'s prices, and of levels.
@@ -449,7 +441,7 @@ class StageCosts:
             once: what a second once a step counts.
             behind: and one behind work, at most as much.
             mix: how much each level counts of what runs again, and of what is saved, for each entry; instead of one.
-            multiple: prices are of so many times the space's micro-batches, times its part of one of them.
+            of_multiple: whether prices are of a multiple of the space's micro-batches, times its part of one of them.
         """
         stages, numbers = np.array(at).T
         of_level = np.eye(len(self.levels))[numbers].T
@@ -461,23 +453,15 @@ class StageCosts:
         weights, other = {}, np.tile([[once], [behind], [-behind]], len(at))
         for place, (forward, backward, held, saved) in priced.items():
             by_level, wall = (again_mix * backward, saved_mix * saved), np.ones(len(at))
-            weights[place, WORK] = np.vstack([forward, backward, other, held, *by_level, wall])
-            again, kept = (multiple * each for each in by_level)
-            weights[place, GATHERED] = np.vstack(
-                [multiple * forward, multiple * backward, other, held, again, kept, wall]
-            )
-            if multiple != 1.0:
+            weights[place, False] = np.vstack([forward, backward, other, held, *by_level, wall])
+            if of_multiple:
                 forward = backward = np.minimum(forward, backward)
                 held, by_level = 0.0 * held, (0.0 * by_level[0], by_level[1])
-            weights[place, VALUE] = np.vstack([forward, backward, other, held, *by_level, wall])
+            weights[place, True] = np.vstack([forward, backward, other, held, *by_level, wall])
         return self._table.under(weights)
 
-    def variants(self, choices: Sequence[int], ranks: int, multiple: float = 1.0) -> dict[str, tuple[Variant, ...]]:
-        """What a block costs under some choices: of the body at every level, of the others together.
-
-        Args:
-            multiple: in so many times as many micro-batches, times the space's part of one of them.
-        """
+    def variants(self, choices: Sequence[int], ranks: int) -> dict[str, tuple[Variant, ...]]:
+        """What a block costs under some choices: of the body at every level, of the others together."""
         count = len(self.levels)
         sums = {place: (np.zeros(len(USES)), np.zeros(count), np.zeros(count)) for place in PLACES}
         entries: list[tuple[Costs, tuple[int, ...]]]
@@ -485,14 +469,13 @@ class StageCosts:
         entries += [(each, (choices[a], choices[b])) for (a, b), several in self._pairs.items() for each in several]
         for costs, where in entries:
             parts, again, saved = sums[costs.place]
-            often = multiple if costs.origin == GATHERED else 1.0
             for use, table in costs.parts.items():
-                parts[use] += often * table[where]
+                parts[use] += table[where]
             if AGAIN in costs.parts:
-                again += often * np.array(costs.again) * costs.parts[AGAIN][where]
+                again += np.array(costs.again) * costs.parts[AGAIN][where]
             if costs.saved is not None:
                 at: Any = (slice(None), *where)
-                saved += often * costs.saved[at]
+                saved += costs.saved[at]
         found = {}
         for place, (parts, again, saved) in sums.items():
             times = max(1, self.blocks(place))
