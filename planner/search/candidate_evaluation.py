@@ -219,7 +219,7 @@ class Evaluator:
         plan, and cut at once while there is none.
 
         What another one of its configuration takes so, in parts of blocks, may be less than what this one takes at
-        least in whole ones: then this one's says no more, and it is cut for the other's choices.
+        least in whole ones: then this one's is expected to say no more, and it is cut for the other's choices.
         """
         relaxed_s, choices = self._relaxed.get(branch.candidate.config, (math.inf, ()))
         if best is not None and relaxed_s <= branch.candidate.bound_s < math.inf:
@@ -354,7 +354,7 @@ def _is_much_closer(closer: Branch, branch: Branch) -> bool:
 
 
 def is_likely(branch: Branch, best: FoundPlan | None) -> bool:
-    """Whether a pipeline was solved but not cut, and is likely to be faster than the best plan."""
+    """Whether it is known what a pipeline is likely to take, it was not cut, and that is faster than the best plan."""
     is_solved = branch.likely_s > 0.0 and branch.is_by_itself and not branch.is_sought
     return is_solved and (best is None or branch.expected_s < best.evaluation.time_s * (1 - LIKELY))
 

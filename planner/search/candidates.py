@@ -130,8 +130,9 @@ class Branch:
 
     ``is_sought`` once a pipeline was cut, ``is_priced`` once its relaxation is proved, ``is_done`` once it was cut for
     that with all effort, or need not be. ``bounded_by`` is the configuration with whose costs it is bounded, which may
-    have fewer micro-batches; ``met`` are choices that solve the relaxation of a pipeline, and ``likely_s`` what it
-    takes with those, or at least where packing proved enough of it; ``best`` is the best plan found there.
+    have fewer micro-batches; ``met`` are choices that solve the relaxation of a pipeline, or of another schedule of its
+    configuration, and ``likely_s`` what it takes with those, or at least where packing proved enough of it or more than
+    that relaxation; ``best`` is the best plan found there.
     """
 
     candidate: Candidate

@@ -2,8 +2,9 @@
 
 All candidates that differ in micro-batches alone are evaluated by one process, in the order in which they were begun,
 and what is known of them stays there (:class:`planner.search.candidate_evaluation.Evaluator`). As many are under way at
-a time as :data:`AHEAD` says, and their results are taken in the order in which they were begun. What a search finds
-thus depends neither on the number of processes nor on how fast they are, unless one fails or time is up.
+a time as :data:`AHEAD` and :data:`AHEAD_OF_PROOF` say, and their results are taken in the order in which they were
+begun. What a search finds thus depends neither on the number of processes nor on how fast they are, unless one fails or
+time is up.
 """
 
 from __future__ import annotations

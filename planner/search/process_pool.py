@@ -31,7 +31,7 @@ class ProcessPool:
     """
 
     def __init__(self) -> None:
-        self._processes = list[Process]()
+        self._processes, self._is_over = list[Process](), False
         self._starting = threading.Timer(WORTHWHILE_S, self._start)
         self._starting.daemon = True
         self._known: dict[DecisionGraph, int] = {}
@@ -67,11 +67,14 @@ class ProcessPool:
         return running
 
     def _end(self) -> None:
-        if self._starting.is_alive():
-            self._starting.join()
-        ended, self._processes = self._processes, []
-        for process in ended:
-            process.kill()
+        self._is_over = True
+        try:
+            if self._starting.is_alive():
+                self._starting.join()
+        finally:
+            ended, self._processes = self._processes, []
+            for process in ended:
+                process.kill()
         for process in ended:
             process.end()
 
@@ -86,7 +89,8 @@ class ProcessPool:
             return
         with contextlib.suppress(OSError, RuntimeError):
             for _ in range(min(usable + 1, MOST)):
-                self._processes.append(Process())
+                if not self._is_over:
+                    self._processes.append(Process())
 
 
 class Process:

@@ -23,11 +23,13 @@ from planner.solve.pipeline.simulate import Path, Times, several_critical
 from planner.solve.pipeline.stages import Pipeline
 from planner.solve.problem import Floats
 
-FEW_ROUNDS, MANY_ROUNDS = 6, 15
-"""Simulations of a schedule at most, to find its paths: usually, and for a proof."""
-MANY_ACTIONS = 60_000
-"""Actions of all simulations together, at about the most, where a proof may say more than is known."""
-STEADY = 6
+FEW_ROUNDS, MANY_ROUNDS, MOST_ROUNDS = 6, 15, 120
+"""Simulations of a schedule at most, to find its paths: usually, for a proof, and where that may say more than is
+known.
+"""
+MOST_ACTIONS = 60_000
+"""Actions of all of the last together, at about the most, unless :data:`MANY_ROUNDS` have more."""
+SIMULATED = 6
 """Micro-batches a rank in the steps that are simulated, at about the most."""
 FIRST, EACH = 40, 3
 """Paths that are drawn of the even shares, and of others."""
@@ -132,8 +134,8 @@ class Paths:
 
 def rounds_of_proof(pipeline: Pipeline) -> int:
     """Simulations of a pipeline's schedule at most where a proof may say more than is known."""
-    p = pipeline
-    return max(MANY_ROUNDS, MANY_ACTIONS // (2 * p.stages * min(p.micro_batches, STEADY * p.ranks)))
+    actions = 2 * pipeline.stages * min(pipeline.micro_batches, SIMULATED * pipeline.ranks)
+    return min(max(MANY_ROUNDS, MOST_ACTIONS // actions), MOST_ROUNDS)
 
 
 class Master:

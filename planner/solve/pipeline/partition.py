@@ -246,9 +246,11 @@ class _Work:
         """Whether every stage of a cut has blocks, and may have them as far as it alone can tell."""
         if not (bounds[:-1] < bounds[1:]).all():
             return False
+        if self.limit is None:
+            return True
         before, (in_flight, added, limits) = np.vstack([self._before, self._least_saved])[:, bounds], self._fullest
         always, gradients, saved = (before[:, 1:] - before[:, :-1])[:, self._of_stage]
-        return self.limit is None or bool((always + added * gradients + in_flight * saved <= limits).all())
+        return bool((always + added * gradients + in_flight * saved <= limits).all())
 
     @cached_property
     def least_excess(self) -> Floats:
