@@ -19,7 +19,7 @@ from planner.base.host import cores
 from planner.formulation.decisions import DecisionGraph
 
 MOST = 8
-"""Processes at most: each may take a gigabyte."""
+"""Processes at most: each keeps what it finds, and few evaluations are under way."""
 WORTHWHILE_S = 0.3
 """Searches that take no longer have no other processes: one is ready after about as long."""
 

@@ -208,7 +208,8 @@ class _Work:
         self._full = [[(float(a), float(b), float(c)) for a, b, c in each] for each in full]
         self._of_stage = np.repeat(np.arange(self.stages), list(map(len, full)))
         self._fullest = np.concatenate(full).T
-        self._before = np.concatenate([np.zeros((2, 1)), np.cumsum(self.held, axis=1)], axis=1)
+        least = np.vstack([self.held, self.saved.min(axis=1)])  # of held, gradients and saved, of every block
+        self._before = np.concatenate([np.zeros((3, 1)), np.cumsum(least, axis=1)], axis=1)
         self.alone = pipeline.virtual_stages == 1
         self.priced = 0 if self.alone else len(fullest)  # rows: other moments only say whether a cut fits
         self._intervals: dict[tuple[int, int], _Front] = {}
@@ -248,8 +249,8 @@ class _Work:
             return False
         if self.limit is None:
             return True
-        before, (in_flight, added, limits) = np.vstack([self._before, self._least_saved])[:, bounds], self._fullest
-        always, gradients, saved = (before[:, 1:] - before[:, :-1])[:, self._of_stage]
+        in_flight, added, limits = self._fullest
+        always, gradients, saved = np.diff(self._before[:, bounds])[:, self._of_stage]
         return bool((always + added * gradients + in_flight * saved <= limits).all())
 
     @cached_property
@@ -260,17 +261,11 @@ class _Work:
 
     def _excess(self, full: list[tuple[float, float, float]], i: Ints, j: Ints) -> Floats:
         """The same of one stage, by what it holds at each of its fullest moments."""
-        (held, gradients), saved = self._before, self._least_saved
-        always, added, each = (sums[j] - sums[i] for sums in (held, gradients, saved))
+        always, added, each = self._before[:, j] - self._before[:, i]
         most = np.full(np.broadcast_shapes(i.shape, j.shape), -math.inf)
         for in_flight, is_added, limit in full:
             np.maximum(most, always + is_added * added + in_flight * each - limit, out=most)
         return most
-
-    @cached_property
-    def _least_saved(self) -> Floats:
-        """What all blocks before a place save at the least."""
-        return np.append(0.0, np.cumsum(self.saved.min(axis=1)))
 
     def totals(self, bounds: tuple[int, ...], savings: tuple[int, ...]) -> tuple[Times, Floats, Floats]:
         """Times, held bytes (always, and of gradients) and saved bytes of a cut's stages."""
@@ -346,7 +341,7 @@ class _Work:
         """The first point of a front that fits where the stage has its rank for itself; ``None`` if none does."""
         if self.limit is None:
             return 0
-        held, gradients = (self._before[:, j] - self._before[:, i]).tolist()
+        held, gradients, _ = (self._before[:, j] - self._before[:, i]).tolist()
         room = min((limit - held - added * gradients) / count for count, added, limit in self._full[stage] if count)
         saved = self.front(i, j).saved
         point = int(np.searchsorted(-saved, -room))

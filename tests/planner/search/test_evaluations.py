@@ -69,6 +69,38 @@ def test_processes_find_what_one_finds(processes: list[process_pool.Process]) ->
     assert told(searched()) == told(alone())
 
 
+@pytest.mark.parametrize("number", [2, 7])
+def test_processes_that_come_amid_a_search_find_what_one_finds(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was begun before stays here."""
+    enter, pools = process_pool.ProcessPool.__enter__, list[process_pool.ProcessPool]()
+    evaluate, ask = Evaluator.evaluate, process_pool.Process.ask
+    here, there = list[Branch](), list[Asked]()
+
+    def entered(self: process_pool.ProcessPool) -> process_pool.ProcessPool:
+        pools.append(self)
+        return enter(self)
+
+    def evaluated(self: Evaluator, branch: Branch, *asked: Any) -> Evaluated:
+        here.append(branch)
+        if len(here) == number:
+            pools[-1]._starting.cancel()
+            pools[-1]._starting.join()
+            pools[-1]._start()
+        return evaluate(self, branch, *asked)
+
+    def asked(self: process_pool.Process, question: Asked) -> Future[Evaluated | None]:
+        there.append(question)
+        return ask(self, question)
+
+    known = told(alone())
+    monkeypatch.setattr(process_pool, "cores", lambda: 2)
+    monkeypatch.setattr(process_pool.ProcessPool, "__enter__", entered)
+    monkeypatch.setattr(process_pool.Process, "ask", asked)
+    monkeypatch.setattr(Evaluator, "evaluate", evaluated)
+    assert told(searched()) == known
+    assert len(here) >= number and there
+
+
 def found_within_less() -> list[object]:
     """What one search after another finds, the second within less memory than the first needs."""
     with begin_search(GRAPH, cluster(8), Pins(), Training()) as begun:
