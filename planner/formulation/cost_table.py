@@ -13,12 +13,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from planner.formulation.decisions import Flow
 from planner.solve.problem import Floats, Ints
 
-FORWARD, BACKWARD, ONCE, BEHIND, COVER, HELD, AGAIN = USES = range(7)
-"""Seconds forward, backward, once a step, once behind work, of that work; bytes held; seconds that may run again."""
+FORWARD, BACKWARD, ONCE, BEHIND, COVER, HELD, MORE, AGAIN = USES = range(8)
+"""Seconds forward, backward, once a step, once behind work, of that work; bytes held; seconds of micro-batches beyond
+the space's; and seconds that may run again.
+"""
 BODY, FIRST, LAST, ANYWHERE = "body", "first", "last", "anywhere"
 PLACES = (BODY, FIRST, LAST, ANYWHERE)
+WORK, VALUE, GATHERED = ORIGINS = ("work", "value", "gathered")
+"""What costs are of: work, or what is held throughout; values that are given, or on their way; parameters that are
+gathered in every micro-batch, which takes as long however small that is.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +35,8 @@ class Costs:
     ``again`` is how often each level runs :data:`AGAIN`, and ``saved`` are bytes by level; ``wall`` is infinite where
     choices are forbidden, and left out where none is.
 
-    ``place`` says whose prices count; ``is_value`` if they are of a value that is given, or on its way, not of work or
-    of parameters; ``transient`` are bytes that are there for a moment.
+    ``place`` and ``origin`` say which prices count, ``flow`` which parameter they are of that every micro-batch
+    gathers; ``transient`` are bytes that are there for a moment.
     """
 
     place: str
@@ -38,7 +45,8 @@ class Costs:
     again: tuple[float, ...] = ()
     saved: Floats | None = None
     wall: Floats | None = None
-    is_value: bool = False
+    origin: str = WORK
+    flow: Flow | None = None
     transient: Floats | float = 0.0
 
     def of(self, use: int) -> Floats:
@@ -56,7 +64,7 @@ class Costs:
     def group(self) -> Group:
         """Those with which these are stacked."""
         again = self.again if AGAIN in self.parts else ()
-        return Group(self.place, self.is_value, tuple(self.parts), again, self.saved is not None, self.wall is not None)
+        return Group(self.place, self.origin, tuple(self.parts), again, self.saved is not None, self.wall is not None)
 
     @property
     def rows(self) -> list[Floats]:
@@ -69,7 +77,7 @@ class Group(NamedTuple):
     """What costs have in common that are stacked: prices and uses, in order."""
 
     place: str
-    is_value: bool
+    origin: str
     uses: tuple[int, ...]
     again: tuple[float, ...]
     is_saved: bool
@@ -141,15 +149,15 @@ class CostTable:
             self._known[key] = _Part(group, slice(start, self._sizes[group]), shape), several, kept, diagonal
         return self._known[key][0]
 
-    def under(self, weights: Mapping[tuple[str, bool], Floats]) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
+    def under(self, weights: Mapping[tuple[str, str], Floats]) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
         """Singles and pairs, ``(weights, choices, ...)``.
 
         Args:
-            weights: by place and whether costs are of values, of each use before :data:`AGAIN`, of what each level runs
+            weights: by place and origin of costs, of each use before :data:`AGAIN`, of what each level runs
                 again, of what each saves; and 1.
         """
         priced = {
-            group: group.weights(weights[group.place, group.is_value], self._levels).T @ rows
+            group: group.weights(weights[group.place, group.origin], self._levels).T @ rows
             for group, rows in self._stacked.items()
         }
 

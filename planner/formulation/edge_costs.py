@@ -56,6 +56,7 @@ class EdgeCosts:
         self.graph, self.mesh, self.options, self.table, self._pairs = graph, mesh, options, table, pairs
         self._of: dict[Flow, Pair] = {}
         self._enlarging: dict[Flow, Enlarging] = {}
+        self._least: dict[object, tuple[Floats, Floats]] = {}
         self._alike: dict[object, Pair] = {}
 
     def of(self, flow: Flow) -> Pair:
@@ -63,6 +64,20 @@ class EdgeCosts:
         if flow not in self._of:
             self._of[flow] = self._find(*flow)
         return self._of[flow]
+
+    def least(self, flow: Flow) -> tuple[Floats, Floats]:
+        """Seconds at least of a parameter that is gathered in each micro-batch, for every pair of choices: see
+        :attr:`planner.formulation.resharding.ReshardingTable.least_s`.
+        """
+        tail, head, ref, positions = flow
+        table, tails, heads = self.table(ref), self.options[tail], self.options[head]
+        alike = id(table), id(tails), id(heads), ref.index, positions
+        if alike not in self._least:
+            rows = table.numbers(laid_at_tail(tails, ref.index))
+            columns = [table.numbers(laid_at_head(heads, position)) for position in positions]
+            both, forward = (_each_once(each, rows, columns) for each in table.least_s)
+            self._least[alike] = both, forward
+        return self._least[alike]
 
     def enlarging(self, flow: Flow) -> Enlarging:
         """What a resharding of a flow comes to where its value is kept as it was made if that is smaller."""
@@ -136,13 +151,18 @@ def _convert(table: ReshardingTable, rows: Ints, columns: list[Ints], is_param: 
         columns: for every operand that reads it, the number of the layout for each choice of the reader; one layout
             is made once.
     """
-    first, *others = (np.ix_(rows, wanted) for wanted in columns)
-    forward, backward = table.forward_s[first], table.backward_s[first]
-    for nth, pairs in enumerate(others, 1):
-        repeated = np.any([columns[nth] == earlier for earlier in columns[:nth]], axis=0)
-        forward += np.where(repeated, 0.0, table.forward_s[pairs])
-        backward += np.where(repeated, 0.0, table.backward_s[pairs])
+    forward, backward = (_each_once(seconds, rows, columns) for seconds in (table.forward_s, table.backward_s))
     gathered = np.zeros(forward.shape, np.int64)
     for wanted in columns if is_param else ():
         gathered += np.where(table.held[wanted][None, :] > table.held[rows][:, None], table.held[wanted], 0)
     return forward, backward, gathered
+
+
+def _each_once(seconds: Floats, rows: Ints, columns: list[Ints]) -> Floats:
+    """Of a matrix [from, to] the sums over all that is made; arguments are those of :func:`_convert`."""
+    first, *others = columns
+    found: Floats = seconds[np.ix_(rows, first)]
+    for nth, wanted in enumerate(others, 1):
+        repeated = np.any([wanted == earlier for earlier in columns[:nth]], axis=0)
+        found += np.where(repeated, 0.0, seconds[np.ix_(rows, wanted)])
+    return found

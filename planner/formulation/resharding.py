@@ -20,6 +20,7 @@ import numpy as np
 from planner.formulation.choices import Laid
 from planner.ir.graph import TensorType
 from planner.ir.layout import MICRO, Axis, I, Layout, LocalType, Mesh, P, R, Shard, local_shape
+from planner.solve.choices.model import Mask
 from planner.solve.problem import Floats, Ints
 
 # (from, to) -> (collective forward, collective backward). "S>S" is a shard moving to another dim.
@@ -242,6 +243,8 @@ class ReshardingTable:
             where they are stored; so none is gathered by itself to have its gradient summed whole.
         hidden: what hides communication, once of a whole route.
         widening: of a parameter's gradient, how many bytes are reduced over ranks for one that is stored.
+        shared: of a value that comes in each micro-batch, the collectives over ranks that are made once for all of
+            them, of which ``price`` gives the share of one.
 
     Attributes:
         layouts: every layout considered, valid for the shape.
@@ -263,8 +266,9 @@ class ReshardingTable:
         is_gathered: bool = False,
         hidden: Hidden | None = None,
         widening: int = 1,
+        shared: Collection[str] | None = None,
     ):
-        self.tensor, self.mesh = tensor, mesh
+        self.tensor, self.mesh, self._hidden = tensor, mesh, hidden
         types: list[LocalType] = [R, P, *sorted(shards)] if not tensor.grad else [R, I, P, *sorted(shards)]
         others = [types] * (len(mesh.axes) - 1)
         every = itertools.product([t for t in types if first is None or t in first], *others)
@@ -278,7 +282,7 @@ class ReshardingTable:
         np.fill_diagonal(forward, 0.0)
         np.fill_diagonal(backward, 0.0)
         is_last = np.zeros((count, count), np.bool_)  # steps that nothing follows but others such
-        hideable = np.zeros((2, count, count))
+        hideable, shared_s = np.zeros((2, 2, count, count))
         held = self.held = np.array([*held_in.values()], np.int64)
         for number, axis in enumerate(mesh.axes):
             silent = np.zeros(count)
@@ -310,27 +314,44 @@ class ReshardingTable:
                 return np.where(times.any(axis=0), launch_s + copied_s, 0.0)
 
             is_shared = _IS_GATHERED[rules] if together else 0
-            forward[src, dst] = prices[is_shared, _FORWARD[rules], src] + moved_s(there)
-            if tensor.grad:
-                backward[src, dst] = backward_prices[is_shared, _BACKWARD[rules], dst] + moved_s(back)
-            else:
-                backward[src, dst] = 0.0
-            if hidden is not None:
-                shares = np.array([hidden.of(kind, axis) for kind in _KINDS])
-                ways = ((prices, _FORWARD[rules], src), (backward_prices, _BACKWARD[rules], dst))
-                for phase, (priced, kinds, passed) in enumerate(ways):
-                    hideable[phase, src, dst] = shares[kinds] * np.nan_to_num(priced[is_shared, kinds, passed])
+            calls_s = (
+                prices[is_shared, _FORWARD[rules], src],
+                backward_prices[is_shared, _BACKWARD[rules], dst] if tensor.grad else np.zeros(len(src)),
+            )
+            forward[src, dst] = calls_s[0] + moved_s(there)
+            backward[src, dst] = calls_s[1] + moved_s(back) if tensor.grad else 0.0
+            for phase, (call_s, kinds) in enumerate(zip(calls_s, (_FORWARD[rules], _BACKWARD[rules]), strict=True)):
+                if hidden is not None:
+                    shares = np.array([hidden.of(kind, axis) for kind in _KINDS])
+                    hideable[phase, src, dst] = shares[kinds] * np.nan_to_num(call_s)
+                if shared and axis.name != MICRO:
+                    shared_s[phase, src, dst] = np.isin(_KINDS, [*shared])[kinds] * np.nan_to_num(call_s)
             if is_gathered:
                 is_last[src, dst] = rules == _RULES.index("S>I")
-        lasts = np.where(is_last, np.stack([forward, backward]), np.inf)
-        forward[is_last] = backward[is_last] = np.inf
-        self._via = _close(forward, backward)
-        self._before_last = _lengthen(forward, backward, lasts, len(mesh.axes))
+        if shared is not None:
+            self._steps = np.maximum(0.0, np.stack([forward, backward]) - shared_s), is_last
+        self._via, self._before_last = _route(forward, backward, is_last, len(mesh.axes))
         self.forward_s: Floats = forward
         self.backward_s: Floats = backward
         if hidden is not None:
             for seconds, each in zip((forward, backward), hideable, strict=True):
                 seconds -= np.minimum(self._along_routes(each), hidden.seconds)
+
+    @cached_property
+    def least_s(self) -> tuple[Floats, Floats]:
+        """Matrices [from, to] of what a value that comes in each micro-batch takes in one of them at least, however
+        many there are: seconds both ways, of the route for which these are the least, and forward alone, of another.
+
+        What is made once for all is free, so that no route is chosen for the share of it that one micro-batch has.
+        """
+        (forward, backward), is_last = self._steps
+        nothing, found = np.where(np.isinf(backward), np.inf, 0.0), []
+        for both, ways in (((forward, backward), 2), ((forward, nothing), 1)):
+            there, back = (each.copy() for each in both)
+            _route(there, back, is_last, len(self.mesh.axes))
+            hidden_s = 0.0 if self._hidden is None else ways * self._hidden.seconds
+            found.append(np.maximum(0.0, there + back - hidden_s))
+        return found[0], found[1]
 
     def numbers(self, laid: Laid) -> Ints:
         """The number of the layout that each of several choices gives the value."""
@@ -371,6 +392,13 @@ class ReshardingTable:
             return []
         middle = int(self._via[i, j])
         return [(i, j)] if middle < 0 else self._closed(i, middle) + self._closed(middle, j)
+
+
+def _route(forward: Floats, backward: Floats, is_last: Mask, axes: int) -> tuple[Ints, Ints]:
+    """Seconds of routes instead of steps, in place; and see :func:`_close` and :func:`_lengthen`."""
+    lasts = np.where(is_last, np.stack([forward, backward]), np.inf)
+    forward[is_last] = backward[is_last] = np.inf
+    return _close(forward, backward), _lengthen(forward, backward, lasts, axes)
 
 
 def _close(forward: Floats, backward: Floats) -> Ints:

@@ -113,6 +113,7 @@ class ReshardingTables:
                 is_gathered,
                 hidden,
                 widening,
+                (("all_reduce",) if comes[1] else ()) if comes[0] else None,
             )
         return self._tables[key]
 

@@ -16,6 +16,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, cast
@@ -33,11 +34,15 @@ from planner.formulation.cost_table import (
     COVER,
     FIRST,
     FORWARD,
+    GATHERED,
     HELD,
     LAST,
+    MORE,
     ONCE,
     PLACES,
     USES,
+    VALUE,
+    WORK,
     Costs,
     CostTable,
 )
@@ -106,6 +111,11 @@ class StageCosts:
         body = ((each, kept) for each, kept in zip(self._singles, self.kept, strict=True) if each.place == BODY)
         works_s = ((c.of(FORWARD) + c.of(BACKWARD) + sum(c.again[:1]) * c.of(AGAIN))[kept] for c, kept in body)
         return sum(float(each.min()) for each in works_s) / self.count
+
+    @property
+    def gathers_each(self) -> bool:
+        """Whether every micro-batch gathers parameters, which takes as long however small it is."""
+        return not self.space.unsharding.once_per_step
 
     def is_anything(self, place: str) -> bool:
         """Whether there are decisions, or pairs of them, with the prices of a place."""
@@ -202,7 +212,7 @@ class StageCosts:
         """The same without some of the kept choices of every decision, and what nothing allows then."""
         assert self.kept is not None
         found = copy.copy(self)
-        for name in ("_table", "_working", "most_covered_s", "operators_s"):
+        for name in ("_table", "_working", "most_covered_s", "_table_of_multiples", "operators_s"):
             found.__dict__.pop(name, None)
         allowed = [np.zeros(each.shape, bool) for each in self._singles]
         for mask, kept, drop in zip(allowed, self.kept, dropped, strict=True):
@@ -244,7 +254,7 @@ class StageCosts:
                 assert isinstance(layout, tuple)
                 seconds, held = space.storage(node, layout)
                 once_s[number], held_bytes[number] = seconds * times, (held - space.not_with_all(node, layout)) * times
-            return Costs(place, shape, {ONCE: once_s, HELD: held_bytes}, is_value=node.op != "param")
+            return Costs(place, shape, {ONCE: once_s, HELD: held_bytes}, origin=WORK if node.op == "param" else VALUE)
         kind = cast(int, variable[1])
         place = self._places[kind]
         (forward, backward, inner_again, inner_backward), transient, parameters = space.works_of(node, options)
@@ -312,6 +322,34 @@ class StageCosts:
         )
 
     @cached_property
+    def _pairs_of_multiples(self) -> dict[tuple[int, int], list[Costs]]:
+        """What holds of pairs in any multiple of the space's micro-batches.
+
+        Where each gathers parameters, a route of gathers and reductions takes ``k m e + a`` with ``k`` times as many,
+        ``m`` before; or more, where they add up gradients. Of that ``m e + a`` is no less than the route takes that is
+        best for ``m``, and the rest no less than :data:`MORE`, ``(k - 1) m`` times what takes the least without what is
+        once a step.
+        """
+        known: dict[int, Costs] = {}  # pairs that share costs share these
+
+        def in_multiples(costs: Costs, first: int) -> Costs:
+            if costs.flow is None:
+                return costs
+            if id(costs) not in known:
+                both, forward = self.space.edge_costs.least(costs.flow)
+                if self.index[costs.flow[0]] != first:
+                    both, forward = both.T, forward.T
+                own_s = costs.of(FORWARD) + costs.of(BACKWARD) + costs.of(BEHIND)
+                parts = {FORWARD: own_s, MORE: both * self.space.decision_graph.flows[costs.flow]}
+                parts |= {AGAIN: forward} if AGAIN in costs.parts else {}
+                if costs.wall is not None:
+                    parts = {use: np.where(costs.wall == 0.0, each, 0.0) for use, each in parts.items()}
+                known[id(costs)] = replace(costs, parts=parts)
+            return known[id(costs)]
+
+        return {ends: [in_multiples(each, ends[0]) for each in several] for ends, several in self._pairs.items()}
+
+    @cached_property
     def _pairs(self) -> dict[tuple[int, int], list[Costs]]:
         space, found = self.space, dict[tuple[int, int], list[Costs]]()
         again_of = [space.decision_graph.flows_again(amount) for amount in self.amounts]
@@ -331,7 +369,8 @@ class StageCosts:
             key = (*map(id, pair), is_param, count, place, again.tobytes(), factor, late is not None and flow)
             if key not in known:
                 added_s = self._added_s(flow) * count if adds_up else np.zeros(pair[0].shape)
-                known[key] = self._pair(pair, is_param, count, place, again, kept, factor, late, added_s)
+                costs = self._pair(pair, is_param, count, place, again, kept, factor, late, added_s)
+                known[key] = replace(costs, flow=flow) if costs.origin == GATHERED else costs
             ends = self.index[tail], self.index[head]
             for costs in (known[key], *(self._kept_as_made(flow, as_made) if place == BODY else ())):
                 ordered = costs.transposed if ends[0] > ends[1] else costs
@@ -351,7 +390,7 @@ class StageCosts:
         for at in places:
             times = np.array([float(each.held.get((flow, at), 0)) for each in as_made])
             saved += np.multiply.outer(times, enlarging.smaller_bytes[at])
-        return [Costs(BODY, shape, parts, tuple(again), saved, is_value=True)]
+        return [Costs(BODY, shape, parts, tuple(again), saved, origin=VALUE)]
 
     def _pair(
         self,
@@ -378,17 +417,17 @@ class StageCosts:
         if not allowed.all():
             wall = np.where(allowed, 0.0, math.inf)
             forward, backward = (np.where(allowed, each, 0.0) for each in (forward, backward))
-        shape, is_value = forward.shape, not is_param
+        shape = forward.shape
         if is_param and self.space.unsharding.once_per_step:
             behind = np.maximum(backward * count - added_s * self.space.mesh.micro_batches, 0.0)
             held = gathered * factor - (0.0 if late is None else count * late)
             parts = {BACKWARD: added_s, ONCE: forward * count, BEHIND: behind, HELD: held}
-            return Costs(place, shape, parts, wall=wall, is_value=is_value)
+            return Costs(place, shape, parts, wall=wall)
         is_beside = is_param and self.space.unsharding.overlaps_reduce
         parts = {FORWARD: forward * count, BEHIND if is_beside else BACKWARD: backward * count}
         parts |= {AGAIN: forward} if again.any() else {}
         saved = np.multiply.outer(kept, gathered) if is_param and place == BODY else None
-        return Costs(place, shape, parts, tuple(again), saved, wall, is_value)
+        return Costs(place, shape, parts, tuple(again), saved, wall, GATHERED if is_param else VALUE)
 
     def _added_s(self, flow: Flow) -> Floats:
         """Seconds to add a parameter's gradient of one micro-batch to that of the others, for every pair of choices."""
@@ -418,6 +457,13 @@ class StageCosts:
         assert self.kept is not None
         return CostTable(len(self.levels), self._singles, self._pairs, self.kept)
 
+    @cached_property
+    def _table_of_multiples(self) -> CostTable:
+        assert self.kept is not None
+        if not self.gathers_each:
+            return self._table
+        return CostTable(len(self.levels), self._singles, self._pairs_of_multiples, self.kept)
+
     def under(
         self,
         at: Sequence[tuple[int, int]],
@@ -427,13 +473,13 @@ class StageCosts:
         behind: float,
         mix: tuple[Floats, Floats] | None = None,
         *,
-        of_multiple: bool = False,
+        multiple: float = 1.0,
     ) -> tuple[list[Floats], dict[tuple[int, int], Floats]]:
         """Singles and pairs of the problem of choices, an entry for each stage and level that all of the body is at.
 
         In ``k`` times as many micro-batches each takes a ``k``-th at least, as nothing takes more than ``k`` times as
         long for ``k`` times as much; what is held and done once a step is the same. Values may go another way, whose
-        sum alone is no shorter, and of those that are given less is held.
+        sum alone is no shorter, and of those that are given less is held; parameters that each gathers take as long.
 
         Args:
             at: numbers of stages among the ``body``'s prices, and of levels.
@@ -441,7 +487,7 @@ class StageCosts:
             once: what a second once a step counts.
             behind: and one behind work, at most as much.
             mix: how much each level counts of what runs again, and of what is saved, for each entry; instead of one.
-            of_multiple: whether prices are of a multiple of the space's micro-batches, times its part of one of them.
+            multiple: prices are of so many times the space's micro-batches, times its part of one of them.
         """
         stages, numbers = np.array(at).T
         of_level = np.eye(len(self.levels))[numbers].T
@@ -453,36 +499,49 @@ class StageCosts:
         weights, other = {}, np.tile([[once], [behind], [-behind]], len(at))
         for place, (forward, backward, held, saved) in priced.items():
             by_level, wall = (again_mix * backward, saved_mix * saved), np.ones(len(at))
-            weights[place, False] = np.vstack([forward, backward, other, held, *by_level, wall])
-            if of_multiple:
-                forward = backward = np.minimum(forward, backward)
+            weights[place, WORK] = np.vstack([forward, backward, other, held, 0.0 * held, *by_level, wall])
+            least = np.minimum(forward, backward)
+            each_again, each_saved = (multiple * each for each in by_level)
+            weights[place, GATHERED] = np.vstack(
+                [forward, backward, other, held, (multiple - 1.0) * least, each_again, each_saved, wall]
+            )
+            if multiple != 1.0:
+                forward = backward = least
+                weights[place, GATHERED][[FORWARD, BACKWARD]] = least
                 held, by_level = 0.0 * held, (0.0 * by_level[0], by_level[1])
-            weights[place, True] = np.vstack([forward, backward, other, held, *by_level, wall])
-        return self._table.under(weights)
+            weights[place, VALUE] = np.vstack([forward, backward, other, held, 0.0 * held, *by_level, wall])
+        return (self._table if multiple == 1.0 else self._table_of_multiples).under(weights)
 
-    def variants(self, choices: Sequence[int], ranks: int) -> dict[str, tuple[Variant, ...]]:
-        """What a block costs under some choices: of the body at every level, of the others together."""
+    def variants(self, choices: Sequence[int], ranks: int, multiple: float = 1.0) -> dict[str, tuple[Variant, ...]]:
+        """What a block costs under some choices: of the body at every level, of the others together.
+
+        Args:
+            multiple: in so many times as many micro-batches, times the space's part of one of them.
+        """
         count = len(self.levels)
         sums = {place: (np.zeros(len(USES)), np.zeros(count), np.zeros(count)) for place in PLACES}
         entries: list[tuple[Costs, tuple[int, ...]]]
         entries = [(each, (choices[number],)) for number, each in enumerate(self._singles)]
-        entries += [(each, (choices[a], choices[b])) for (a, b), several in self._pairs.items() for each in several]
+        pairs = self._pairs if multiple == 1.0 else self._pairs_of_multiples
+        entries += [(each, (choices[a], choices[b])) for (a, b), several in pairs.items() for each in several]
         for costs, where in entries:
             parts, again, saved = sums[costs.place]
+            often = multiple if costs.origin == GATHERED else 1.0
             for use, table in costs.parts.items():
                 parts[use] += table[where]
             if AGAIN in costs.parts:
-                again += np.array(costs.again) * costs.parts[AGAIN][where]
+                again += often * np.array(costs.again) * costs.parts[AGAIN][where]
             if costs.saved is not None:
                 at: Any = (slice(None), *where)
-                saved += costs.saved[at]
+                saved += often * costs.saved[at]
         found = {}
         for place, (parts, again, saved) in sums.items():
             times = max(1, self.blocks(place))
+            forward_s = parts[FORWARD] + (multiple - 1.0) * parts[MORE]
             behind = max(0.0, parts[BEHIND] - parts[COVER])
             found[place] = tuple(
                 Variant(
-                    parts[FORWARD] / times, (parts[BACKWARD] + again[number]) / times,
+                    forward_s / times, (parts[BACKWARD] + again[number]) / times,
                     (parts[ONCE] + behind) / ranks / times, parts[HELD] / times, saved[number] / times, number,
                 )
                 for number in range(len(self.levels) if place == BODY else 1)

@@ -152,11 +152,14 @@ class Evaluator:
         rest = [each for each in waiting if each not in multiples]
         found = [*reached, *([together(rest)] if rest else [])]
         bounds = self._bounds_of(fewest)
+        counts = [each.candidate.config.mesh.micro_batches for each in multiples]
+        free_s = bounds.free_of(counts, math.inf if best is None else best.evaluation.time_s)
         again, scarce = [], [each.candidate.config for each in multiples if each.doubt > 1.0]
         for each in multiples:
             config, micro_batches = each.candidate.config, each.candidate.config.mesh.micro_batches
             peak_bytes = bounds.costs.least_bytes(fewest.mesh.micro_batches / micro_batches)
-            bound_s = max(bounds.free_s, each.candidate.bound_s) if peak_bytes <= self.context.limit_bytes else math.inf
+            is_fitting = peak_bytes <= self.context.limit_bytes
+            bound_s = max(free_s[micro_batches], each.candidate.bound_s) if is_fitting else math.inf
             status = "infeasible" if math.isinf(bound_s) else "not tried"
             candidate = replace(each.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="work")
             growth = (micro_batches / fewest.mesh.micro_batches) ** GROWTH

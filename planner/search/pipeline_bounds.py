@@ -63,6 +63,8 @@ ENTRIES_OF_PACKING = 30_000
 """Entries of a table at most where blocks are packed: most that is packed is far from the best plan."""
 ENTRIES_OF_PROOF = 5_000_000
 """Entries of a table at most where a bound is to be proved, once choices that are too slow are dropped."""
+SEVERAL = 2.0
+"""That there are more micro-batches than the space has, where nothing takes as long in each of them."""
 UNLIMITED = 1e30
 """Bytes of a rank of which the schedule says at no moment what is there."""
 OVER = 30.0
@@ -104,7 +106,8 @@ class PipelineBounds:
         self._free_with: list[Floats] = []
         self._trees: dict[int, Tree] = {}  # by the entries that tables have at most
         self._entries = ENTRIES
-        self._packings: dict[bool, Packing] = {}
+        self._packings: dict[float, Packing] = {}
+        self._blocks_s: dict[float, float] = {}
         self._below_s = math.inf  # of faster plans no choice was dropped
         self._used: list[tuple[int, ...]] = []  # in the pipeline solved last, by which most blocks of the next run, too
         self.free_s, self._free = self._find_free()
@@ -167,6 +170,36 @@ class PipelineBounds:
         ranks, micro_batches = self.costs.space.stages, self.costs.space.mesh.micro_batches
         work = _prices(np.full(1, micro_batches / ranks))
         return self._least_of([(0, 0)], work, work, 1.0 / ranks)[1]
+
+    def free_of(self, counts: Iterable[int], enough_s: float) -> dict[int, float]:
+        """What all pipelines of each of some multiples of the space's micro-batches take at least if memory and waiting
+        cost nothing, raised no further once it reaches ``enough_s``.
+
+        That is concave in their number, the least of what grows in proportion to it. So it is found for the most, and
+        for fewer as long as it may be more than enough; of others it is no less than in between.
+        """
+        own, found = self.costs.space.mesh.micro_batches, dict[int, float]()
+        known, known_s = math.inf, math.inf
+        for count in sorted(counts, reverse=True):
+            part = (count - own) / (known - own) if count > own else 0.0
+            found[count] = self.free_s + part * (known_s - self.free_s) if part else self.free_s
+            if found[count] < enough_s <= known_s:
+                found[count] = max(found[count], self._free_of(self._multiple(count)))
+                known, known_s = count, found[count]
+        return found
+
+    def _free_of(self, multiple: float) -> float:
+        if multiple == 1.0 or not self.costs.gathers_each or not math.isfinite(self.free_s):
+            return self.free_s
+        ranks, micro_batches = self.costs.space.stages, self.costs.space.mesh.micro_batches
+        work = _prices(np.full(1, micro_batches / ranks))
+        tables = self.costs.under([(0, 0)], work, work, 1.0 / ranks, self._behind / ranks, multiple=multiple)
+        return max(self.free_s, float(self._eliminated(*tables).bounds[0]))
+
+    def _multiple(self, micro_batches: int) -> float:
+        """How many times the space's micro-batches these are, or :data:`SEVERAL` where that is all that matters."""
+        multiple = micro_batches / self.costs.space.mesh.micro_batches
+        return multiple if multiple == 1.0 or self.costs.gathers_each else SEVERAL
 
     def _narrow(self, least_s: list[Floats], enough_s: float) -> None:
         """Drop choices with which all plans take ``enough_s`` or more.
@@ -379,9 +412,10 @@ class PipelineBounds:
         if self.costs.kept is None:
             return self._below_s
         part, ranks = self._part(pipeline.micro_batches), pipeline.ranks
+        multiple = self._multiple(pipeline.micro_batches)
         taken_s, once_s = np.zeros(ranks), 0.0
         if ranks > 1:
-            block_s, first_s, last_s, once_s = self._least_parts
+            block_s, (first_s, last_s, once_s) = self._block_s(multiple), self._least_parts
             if not 0.0 < block_s < math.inf or self.costs.unpreceded is None:
                 return 0.0
             if self.waits and ranks <= pipeline.micro_batches:
@@ -396,7 +430,7 @@ class PipelineBounds:
         wanted_s = 0.0 if enough_s is None else enough_s - once_s
         limit_bytes = None if enough_s is None else self.limit_bytes
         capacities = RankCapacities(taken_s, *self._capacities(pipeline, part, limit_bytes))
-        return min(once_s + self._packing(part != 1.0).least_s(capacities, wanted_s), self._below_s)
+        return min(once_s + self._packing(multiple).least_s(capacities, wanted_s), self._below_s)
 
     def _capacities(self, pipeline: Pipeline, part: float, limit_bytes: int | None) -> tuple[Floats, Floats]:
         """Bytes that every rank has for what it holds, and how many of the space's micro-batches are in flight then."""
@@ -411,23 +445,26 @@ class PipelineBounds:
                 free_bytes[rank], in_flight[rank] = limit_bytes - taken, part * count
         return free_bytes, in_flight
 
-    def _packing(self, of_multiple: bool) -> Packing:
+    def _packing(self, multiple: float) -> Packing:
         """That of the body's blocks without those that follow none, but for one of these; one stage has the whole model
         as one block.
+
+        Args:
+            multiple: so many times the space's micro-batches; see :meth:`_multiple`.
         """
-        if of_multiple not in self._packings:
-            known, cost_s = self._block_variants(self._free), partial(self._block_cost_s, of_multiple)
+        if multiple not in self._packings:
+            known, cost_s = self._block_variants(self._free, multiple), partial(self._block_cost_s, multiple)
             if self.costs.space.stages == 1:
-                found = Packing(1, self.free_s, cost_s, known)
+                found = Packing(1, self._free_of(multiple), cost_s, known)
             else:
                 times, costs = self.costs.space.mesh.micro_batches, self.costs
                 assert costs.unpreceded is not None
-                count, block_s = costs.count + 1 - costs.unpreceded, self._least_parts[0]
+                count, block_s = costs.count + 1 - costs.unpreceded, self._block_s(multiple)
                 found = Packing(count, times * block_s, cost_s, known, times * costs.operators_s)
-            self._packings[of_multiple] = found
-        return self._packings[of_multiple]
+            self._packings[multiple] = found
+        return self._packings[multiple]
 
-    def _block_cost_s(self, of_multiple: bool, held: float, saved: float) -> tuple[float, BlockVariant]:
+    def _block_cost_s(self, multiple: float, held: float, saved: float) -> tuple[float, BlockVariant]:
         """What is packed costs at least, at these prices of bytes, at any level; and what does."""
         space, count = self.costs.space, self.costs.count
         prices = _prices(np.full(1, float(space.mesh.micro_batches)), held, saved)
@@ -435,16 +472,16 @@ class PipelineBounds:
         if space.stages == 1:
             others, once, count = prices, 1.0, 1
         at = [(0, level) for level in range(len(self.costs.levels))]
-        tables = self.costs.under(at, prices, others, once, once * self._behind, of_multiple=of_multiple)
+        tables = self.costs.under(at, prices, others, once, once * self._behind, multiple=multiple)
         least = self._eliminated(*tables, ENTRIES_OF_PACKING)
         level = int(np.argmin(least.bounds))
-        variants = self._block_variants(self._choices_of(least.assignment(level)))
+        variants = self._block_variants(self._choices_of(least.assignment(level)), multiple)
         return float(least.bounds[level]) / count, variants[level]
 
-    def _block_variants(self, choices: tuple[int, ...]) -> list[BlockVariant]:
+    def _block_variants(self, choices: tuple[int, ...], multiple: float) -> list[BlockVariant]:
         """What is packed with some choices, at every level."""
         costs, times = self.costs, self.costs.space.mesh.micro_batches
-        variants = costs.variants(choices, costs.space.stages)
+        variants = costs.variants(choices, costs.space.stages, multiple)
         if costs.space.stages > 1:
             each_s = [(each, times * (each.forward_s + each.backward_s)) for each in variants[BODY]]
             return [BlockVariant(work_s, each.held_bytes, each.saved_bytes) for each, work_s in each_s]
@@ -457,16 +494,22 @@ class PipelineBounds:
         return found
 
     @cached_property
-    def _least_parts(self) -> tuple[float, float, float, float]:
-        """Seconds at least of a block, of what else the first and the last rank have, and once a step."""
+    def _least_parts(self) -> tuple[float, float, float]:
+        """Seconds at least of what the first and the last rank have besides blocks, and once a step."""
         none, (first, last) = _prices(np.zeros(2)), map(_prices, np.eye(2))
         once_s = self._least(none, none, 1.0 / self.costs.space.stages)
-        block_s = self._least(_prices(np.ones(2)), none) / self.costs.count
-        return block_s, self._least(none, first), self._least(none, last), max(0.0, once_s)
+        return self._least(none, first), self._least(none, last), max(0.0, once_s)
 
-    def _least(self, body: Prices, others: Prices, once: float = 0.0) -> float:
+    def _block_s(self, multiple: float) -> float:
+        """Seconds at least of a block; see :meth:`_multiple`."""
+        if multiple not in self._blocks_s:
+            body, none = _prices(np.ones(2)), _prices(np.zeros(2))
+            self._blocks_s[multiple] = self._least(body, none, multiple=multiple) / self.costs.count
+        return self._blocks_s[multiple]
+
+    def _least(self, body: Prices, others: Prices, once: float = 0.0, multiple: float = 1.0) -> float:
         """What everything costs at least, nothing recomputed and nothing behind work; what is free is allowed."""
-        singles, pairs = self.costs.under([(0, 0)], body, others, once, 0.0)
+        singles, pairs = self.costs.under([(0, 0)], body, others, once, 0.0, multiple=multiple)
         pairs = {ends: table for ends, table in pairs.items() if np.where(np.isinf(table), 0.0, table).any()}
         return float(least_of_each(singles, pairs).bounds[0])
 
