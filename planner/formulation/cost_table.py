@@ -36,7 +36,7 @@ class Costs:
     choices are forbidden, and left out where none is.
 
     ``place`` and ``origin`` say which prices count, ``flow`` which parameter they are of that every micro-batch
-    gathers; ``transient`` are bytes that are there for a moment.
+    gathers; a pair's ``is_turned`` if its head is first. ``transient`` are bytes that are there for a moment.
     """
 
     place: str
@@ -47,6 +47,7 @@ class Costs:
     wall: Floats | None = None
     origin: str = WORK
     flow: Flow | None = None
+    is_turned: bool = False
     transient: Floats | float = 0.0
 
     def of(self, use: int) -> Floats:
@@ -58,7 +59,7 @@ class Costs:
         """A pair's the other way around."""
         parts = {use: each.T for use, each in self.parts.items()}
         saved, wall = (None if each is None else each.swapaxes(-1, -2) for each in (self.saved, self.wall))
-        return replace(self, shape=self.shape[::-1], parts=parts, saved=saved, wall=wall)
+        return replace(self, shape=self.shape[::-1], parts=parts, saved=saved, wall=wall, is_turned=not self.is_turned)
 
     @property
     def group(self) -> Group:

@@ -20,9 +20,7 @@ from itertools import accumulate
 
 from planner.formulation.decisions import DecisionGraph
 from planner.ir.folding import Instance
-
-OUT_OF_ORDER = ("zero_bubble", "zbv", "dualpipev", "2bw")
-"""Schedules in which a micro-batch need not be through with one stage's backward before the next one's."""
+from planner.solve.pipeline.schedule import OUT_OF_ORDER
 
 
 @dataclass(frozen=True)

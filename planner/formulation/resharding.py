@@ -244,7 +244,7 @@ class ReshardingTable:
         hidden: what hides communication, once of a whole route.
         widening: of a parameter's gradient, how many bytes are reduced over ranks for one that is stored.
         shared: of a value that comes in each micro-batch, the collectives over ranks that are made once for all of
-            them, of which ``price`` gives the share of one.
+            them, of which ``price`` gives the share of one; ``None``: of another value, which has no :attr:`least_s`.
 
     Attributes:
         layouts: every layout considered, valid for the shape.
@@ -288,7 +288,7 @@ class ReshardingTable:
             silent = np.zeros(count)
 
             def prices_of(sizes: Mapping[str, Ints], axis: Axis = axis, silent: Floats = silent) -> Floats:
-                shared = (False, True) if together else (False,)
+                is_together = (False, True) if together else (False,)
                 is_silent = [axis.size == 1 or not kind for kind in _KINDS]
                 return np.stack(
                     [
@@ -296,7 +296,7 @@ class ReshardingTable:
                             silent if nothing else price(kind, axis, sizes[kind], is_shared)
                             for kind, nothing in zip(_KINDS, is_silent, strict=True)
                         ]
-                        for is_shared in shared
+                        for is_shared in is_together
                     ]
                 )
 
@@ -342,7 +342,8 @@ class ReshardingTable:
         """Matrices [from, to] of what a value that comes in each micro-batch takes in one of them at least, however
         many there are: seconds both ways, of the route for which these are the least, and forward alone, of another.
 
-        What is made once for all is free, so that no route is chosen for the share of it that one micro-batch has.
+        Calls that are made once for all are free, so that no route is chosen for the share of them that one micro-batch
+        has; and as much is hidden as may be, each way.
         """
         (forward, backward), is_last = self._steps
         nothing, found = np.where(np.isinf(backward), np.inf, 0.0), []

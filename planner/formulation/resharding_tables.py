@@ -150,9 +150,10 @@ class ReshardingTables:
         return size / (beside + (operands if ref in read else size))
 
     def _shared_s(self, product: Node) -> float:
-        """Seconds of a product that all ranks, and micro-batches, share."""
+        """Seconds of a product that all ranks share, of one micro-batch."""
         flops = OPS[product.op].flops(product, self.graph.input_types(product), self.decision_graph.rules[product.name])
-        return self.cost.compute_s(flops / self.mesh.size, 0.0, product.results[0].dtype, 0)
+        parts = self.mesh.size * self.mesh.micro_batches
+        return self.cost.compute_s(flops / parts, 0.0, product.results[0].dtype, 0)
 
     def parts(self, ref: Ref, kind: str, axis: Axis) -> int:
         """Among how many micro-batches a call is shared out that is made once for all: a parameter that comes with each

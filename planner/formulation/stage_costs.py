@@ -332,14 +332,15 @@ class StageCosts:
         """
         known: dict[int, Costs] = {}  # pairs that share costs share these
 
-        def in_multiples(costs: Costs, first: int) -> Costs:
+        def in_multiples(costs: Costs) -> Costs:
             if costs.flow is None:
                 return costs
             if id(costs) not in known:
                 both, forward = self.space.edge_costs.least(costs.flow)
-                if self.index[costs.flow[0]] != first:
+                if costs.is_turned:
                     both, forward = both.T, forward.T
-                own_s = costs.of(FORWARD) + costs.of(BACKWARD) + costs.of(BEHIND)
+                assert BEHIND not in costs.parts  # with micro-batches nothing is reduced beside computing
+                own_s = costs.of(FORWARD) + costs.of(BACKWARD)
                 parts = {FORWARD: own_s, MORE: both * self.space.decision_graph.flows[costs.flow]}
                 parts |= {AGAIN: forward} if AGAIN in costs.parts else {}
                 if costs.wall is not None:
@@ -347,7 +348,7 @@ class StageCosts:
                 known[id(costs)] = replace(costs, parts=parts)
             return known[id(costs)]
 
-        return {ends: [in_multiples(each, ends[0]) for each in several] for ends, several in self._pairs.items()}
+        return {ends: [*map(in_multiples, several)] for ends, several in self._pairs.items()}
 
     @cached_property
     def _pairs(self) -> dict[tuple[int, int], list[Costs]]:
@@ -487,7 +488,8 @@ class StageCosts:
             once: what a second once a step counts.
             behind: and one behind work, at most as much.
             mix: how much each level counts of what runs again, and of what is saved, for each entry; instead of one.
-            multiple: prices are of so many times the space's micro-batches, times its part of one of them.
+            multiple: how many times the space's micro-batches there are; a second of one of these counts as much as of
+                all that it falls into.
         """
         stages, numbers = np.array(at).T
         of_level = np.eye(len(self.levels))[numbers].T

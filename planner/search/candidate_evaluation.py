@@ -166,8 +166,8 @@ class Evaluator:
             each = replace(each, candidate=candidate, bounded_by=fewest, met=bounds.choices, growth=growth)
             each = replace(each, scarce=tuple(scarce[: scarce.index(config) + 1]) if config in scarce else ())
             for pipeline in self.context.pipelines(config, len(self.decision_graph.folded.instances)):
-                packed_s = 0.0 if is_reached(bound_s, best) else bounds.packed_s(pipeline)
-                found.append(_raised_to(replace(each, pipeline=pipeline), packed_s, "work"))
+                work_s = 0.0 if is_reached(bound_s, best) else _least_work_s(bounds, pipeline, free_s[micro_batches])
+                found.append(_raised_to(replace(each, pipeline=pipeline), work_s, "work"))
             if (
                 config.micro_batched
                 and config.unsharding.once_per_step
@@ -184,7 +184,7 @@ class Evaluator:
         config = branch.candidate.config
         assert branch.pipeline is not None
         bounds = self._bounds_of(config)
-        branch = _raised_to(branch, max(bounds.free_s, bounds.packed_s(branch.pipeline)), "work")
+        branch = _raised_to(branch, _least_work_s(bounds, branch.pipeline, bounds.free_s), "work")
         return replace(branch, bounded_by=config, met=bounds.choices, likely_s=0.0)
 
     def _bounded_by_packing(self, branch: Branch, best: FoundPlan | None) -> Branch:
@@ -341,6 +341,15 @@ class Evaluator:
             return branch
         candidate = replace(branch.candidate.costing(found.evaluation), status="feasible")
         return replace(branch, candidate=candidate, best=FoundPlan.of(branch.candidate.config, choices, found))
+
+
+def _least_work_s(bounds: PipelineBounds, pipeline: Pipeline, free_s: float) -> float:
+    """Seconds of a step at least for work and waiting: in whole blocks, or in parts of them while the pipeline fills.
+
+    Args:
+        free_s: if waiting cost nothing.
+    """
+    return max(bounds.packed_s(pipeline), free_s + bounds.filling_s(pipeline))
 
 
 def _raised_to(branch: Branch, bound_s: float, proof: str) -> Branch:

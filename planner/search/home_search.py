@@ -13,13 +13,13 @@ from typing import cast
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import TIERS, Offload, Pins
-from planner.formulation.pipeline_pace import OUT_OF_ORDER
 from planner.ir.graph import Graph
 from planner.ir.layout import Layout
 from planner.search.branch_and_bound import Searched
 from planner.search.candidates import cutoff_s
 from planner.search.micro_batch_search import fits_whole
 from planner.search.search_context import SearchContext
+from planner.solve.pipeline.schedule import OUT_OF_ORDER
 
 ON_DEVICE = "plans with all model data on the device, since none was found that fits"
 """What a plan with another home that nobody pinned leaves out."""

@@ -18,12 +18,12 @@ from planner.cost.cluster import ClusterSpec
 from planner.formulation.assignment import assignment_of
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.decisions import DecisionGraph
-from planner.formulation.pipeline_pace import OUT_OF_ORDER
 from planner.search.branch_and_bound import NothingFits, ParallelConfigs, Searched, branch_and_bound, completed
 from planner.search.candidates import Incumbent, cutoff_s
 from planner.search.fastest_plan import fastest
 from planner.search.offload_bound import least_step_s
 from planner.search.search_context import SearchContext
+from planner.solve.pipeline.schedule import OUT_OF_ORDER
 
 AMOUNTS = ((0.5, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 0.75), (1.0, 1.0))
 """What plans that are tried hold: parts of a device's room, and of what the link takes away in a forward, together."""

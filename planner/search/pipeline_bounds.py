@@ -25,6 +25,7 @@ from planner.formulation.stage_costs import StageCosts
 from planner.ir.layout import PIPELINE, Axis
 from planner.solve.choices.tree import Tree
 from planner.solve.choices.under_many import ENTRIES, LeastOfEach, in_order, least_of_each, least_with_choices
+from planner.solve.pipeline.filling import least_rounds
 from planner.solve.pipeline.master import (
     FEW_ROUNDS,
     MANY_ROUNDS,
@@ -173,10 +174,11 @@ class PipelineBounds:
 
     def free_of(self, counts: Iterable[int], enough_s: float) -> dict[int, float]:
         """What all pipelines of each of some multiples of the space's micro-batches take at least if memory and waiting
-        cost nothing, raised no further once it reaches ``enough_s``.
+        cost nothing, raised no further once it reaches ``enough_s``; of plans that are faster than those with choices
+        that were dropped.
 
-        That is concave in their number, the least of what grows in proportion to it. So it is found for the most, and
-        for fewer as long as it may be more than enough; of others it is no less than in between.
+        That is concave in their number: the least of what is there anyway and grows in proportion. So it is found for
+        the most, and for fewer as long as it may be more than enough; of others it is no less than in between.
         """
         own, found = self.costs.space.mesh.micro_batches, dict[int, float]()
         known, known_s = math.inf, math.inf
@@ -191,10 +193,12 @@ class PipelineBounds:
     def _free_of(self, multiple: float) -> float:
         if multiple == 1.0 or not self.costs.gathers_each or not math.isfinite(self.free_s):
             return self.free_s
+        if self.costs.kept is None:
+            return max(self.free_s, self._below_s)
         ranks, micro_batches = self.costs.space.stages, self.costs.space.mesh.micro_batches
         work = _prices(np.full(1, micro_batches / ranks))
         tables = self.costs.under([(0, 0)], work, work, 1.0 / ranks, self._behind / ranks, multiple=multiple)
-        return max(self.free_s, float(self._eliminated(*tables).bounds[0]))
+        return max(self.free_s, min(float(self._eliminated(*tables).bounds[0]), self._below_s))
 
     def _multiple(self, micro_batches: int) -> float:
         """How many times the space's micro-batches these are, or :data:`SEVERAL` where that is all that matters."""
@@ -256,7 +260,7 @@ class PipelineBounds:
             self._add(master, new)
             over_s = OVER * max(bound_s, 1e-9)
             solution = master.solve(over_s, ample_s, rounds)
-            if is_proof and number == 0 and solution.step_s > known_s:  # its prices may say more, with more paths
+            if is_proof and number == 0 and not solution.is_settled:  # its prices may say more, with more paths
                 rounds = rounds_of_proof(paths.pipeline)
                 solution = master.solve(over_s, ample_s, rounds)
             at_these = partial(self._under, solution.prices, 1.0 / ranks, enough_s)
@@ -431,6 +435,18 @@ class PipelineBounds:
         limit_bytes = None if enough_s is None else self.limit_bytes
         capacities = RankCapacities(taken_s, *self._capacities(pipeline, part, limit_bytes))
         return min(once_s + self._packing(multiple).least_s(capacities, wanted_s), self._below_s)
+
+    def filling_s(self, pipeline: Pipeline) -> float:
+        """Seconds at least by which a step is longer than what the average rank has to do, since pipelines fill and
+        empty; of a multiple of the space's micro-batches, too.
+        """
+        micro_batches, part = pipeline.micro_batches, self._part(pipeline.micro_batches)
+        more = least_rounds(pipeline) - micro_batches / pipeline.ranks
+        if more <= 0.0 or not math.isfinite(self.free_s):
+            return 0.0
+        body_s = self.costs.count * self._block_s(self._multiple(micro_batches))
+        first_s, last_s, _ = self._least_parts
+        return more * part * (body_s + first_s + last_s)
 
     def _capacities(self, pipeline: Pipeline, part: float, limit_bytes: int | None) -> tuple[Floats, Floats]:
         """Bytes that every rank has for what it holds, and how many of the space's micro-batches are in flight then."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from ortools.linear_solver import pywraplp
@@ -91,13 +91,14 @@ class Prices:
 @dataclass(frozen=True, eq=False)
 class MasterSolution:
     """What the program found: the step in seconds, how many blocks of each group run in which variant on which stage,
-    by how many limits memory is exceeded, and the prices.
+    by how many limits memory is exceeded, the prices, and whether more paths would say no more.
     """
 
     step_s: float
     shares: tuple[Floats, ...]
     over: float
     prices: Prices
+    is_settled: bool = False
 
 
 @dataclass(eq=False)
@@ -249,7 +250,8 @@ class Master:
             if seconds < near_s:
                 near, near_s = self._blocks_of(found.shares), seconds
             if seconds <= least_s * (1 + CLOSE) or len(self.paths.found) == known:
-                break
+                self._add_paths()
+                return replace(self._solved(), is_settled=True)
         self._add_paths()
         return self._solved()
 

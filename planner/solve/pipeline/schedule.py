@@ -290,15 +290,23 @@ def _in_rounds(kind: str, rank: int, ranks: int, count: int, virtual: int) -> tu
     its last. There are as many rounds as ``ranks`` micro-batches fit, filled evenly; the last may take some too many.
     A single stage has nobody to take turns with, and no rounds.
     """
-    rounds = max(1, count // ranks) if virtual > 1 else count
-    per_round = -(-count // rounds)
+    size = per_round(ranks, count, virtual)
     stages = range(rank, ranks * virtual, ranks)
     return [
-        Action(stage, kind, which * per_round + i)
-        for which in range(rounds)
+        Action(stage, kind, which * size + i)
+        for which in range(_rounds(ranks, count, virtual))
         for stage in (stages if kind == "F" else reversed(stages))
-        for i in range(per_round)
-    ], per_round
+        for i in range(size)
+    ], size
+
+
+def _rounds(ranks: int, count: int, virtual: int) -> int:
+    return max(1, count // ranks) if virtual > 1 else count
+
+
+def per_round(ranks: int, micro_batches: int, virtual_stages: int) -> int:
+    """How many micro-batches a rank takes at most on one of its stages before it turns to the next."""
+    return -(-micro_batches // _rounds(ranks, micro_batches, virtual_stages))
 
 
 def _zbv(rank: int, ranks: int, count: int, virtual: int) -> Row:
@@ -384,6 +392,8 @@ VIRTUAL_STAGES: dict[str, tuple[int, int | None]] = {
     "2bw": (1, 1),
 }
 """Fewest and most stages per rank; ``None``: as many as wanted."""
+OUT_OF_ORDER = ("zero_bubble", "zbv", "dualpipev", "2bw")
+"""Schedules in which a micro-batch need not be through with one stage's backward before the next one's."""
 
 
 def _flow(found: Schedule) -> Flow:

@@ -49,7 +49,7 @@ BOTH = {"data": 2, "tensor": 4, "zero": 3, "sequence_parallel": True}
 
 
 @pytest.mark.parametrize("overlaps", [["gathers"], ["tensor"], ["gathers", "tensor"]], ids=str)
-@pytest.mark.parametrize("pin", [BOTH, {**BOTH, "data": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("pin", [BOTH, {**BOTH, "data": 4, "tensor": 2}, {**BOTH, "micro_batches": 4}], ids=str)
 def test_a_product_hides_no_more_than_it_lasts(pin: dict[str, Any], overlaps: list[str]) -> None:
     """Weight, bias, operand and result share it; the cluster's network is slow, so that all of it is taken."""
     pin, spec = {**WHOLE, **pin, "recompute": "none"}, ClusterSpec.preset("dgx-h100").to_dict()

@@ -92,6 +92,9 @@ def test_a_multiple_is_bounded_by_no_more_than_its_own_costs(seed: int) -> None:
         assert found[fewest] <= found[count] <= found[2 * count]
     for pipeline in pipelines_of(drawn.stages, count, len(own.costs.folded.instances)):
         assert of_fewest.packed_s(pipeline) <= own.packed_s(pipeline) * (1 + 2e-5)
+    (pipeline, *_), narrowed = pipelines_of(drawn.stages, fewest, drawn.stages), drawn.bounds(fewest)
+    narrowed.packed_s(pipeline, 0.9 * narrowed.free_s)  # drops choices of slower plans, as all are
+    assert narrowed.free_of([count], math.inf)[count] <= own.free_s * (1 + 1e-9)
     (choices,) = own.choices
     links = links_of(assignment_of(own.costs.space, choices), named(own.costs.folded, LEVELS))
     pipelines = pipelines_of(drawn.stages, count, len(links))
@@ -101,6 +104,8 @@ def test_a_multiple_is_bounded_by_no_more_than_its_own_costs(seed: int) -> None:
         limit_bytes = int(free.peak_bytes * share)
         if (plan := stage(links, pipelines, limit_bytes)) is not None:
             bounds = drawn.bounds(fewest, limit_bytes)
+            free_s = bounds.free_of([count], math.inf)[count]
+            assert free_s + bounds.filling_s(plan.pipeline) <= plan.step_s * (1 + 1e-9)
             for enough_s in (plan.step_s, 1.2 * plan.step_s, math.inf):
                 assert bounds.packed_s(plan.pipeline, enough_s) <= plan.step_s * (1 + 1e-9)
 
