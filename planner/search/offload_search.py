@@ -81,9 +81,9 @@ def _search(context: SearchContext, decision_graph: DecisionGraph, configs: Para
 def _planned(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
     """The fastest plan that fits with model data elsewhere, by what the transfer schedule says of a few."""
     found = _fitting(_with_room(context), decision_graph, configs)
-    if context.training.activations and found.staged is None:
+    if context.training.activations:
         return _with_amount(context, decision_graph, found)
-    if context.training.activations or context.training.tier != "either":
+    if context.training.tier != "either":
         return found
     return _leaving_room(context, decision_graph, configs, found)
 
@@ -144,8 +144,8 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
     """The same layouts with the amount of recomputation of the shortest step, as transfer schedules say.
 
     Recomputing and leaving take the same bytes off the device: one takes its seconds, and the other the link's. The
-    search prices the first alone; so a few amounts are tried about that which the link carries while forward computes,
-    from much recomputation to less while steps get shorter.
+    search prices the first alone; so a few amounts are tried about that which the link carries while the forward of a
+    micro-batch computes, from much recomputation to less while steps get shorter.
 
     Raises:
         InfeasibleError: the host has no room for what leaves, however little is saved.
@@ -153,7 +153,7 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
     best, usable, links = found.best, context.usable_bytes, _links(context, decision_graph, found.best)
     forward_s = math.fsum(link.block.forward_s + link.gather_s for link in links)
     leaving_bytes = forward_s * context.cost.cluster.home(context.training.on_disk).evict_bytes_per_s
-    tried, cuts, last_s = list[tuple[float, Searched]](), {_recomputing(best.staged)}, math.inf
+    tried, cuts = list[tuple[float, Searched]](), {_recomputing(best.staged)}
     for room, leaving in AMOUNTS:
         if context.is_late():
             break
@@ -166,9 +166,8 @@ def _with_amount(context: SearchContext, decision_graph: DecisionGraph, found: S
             continue
         with contextlib.suppress(InfeasibleError):  # the host has no room for what leaves; with less it may
             tried.append((other.planned_step_s, other))
-            if tried[-1][0] > last_s:
-                break
-            last_s = tried[-1][0]
+            if tried[-1][0] > tried[-2:][0][0]:  # nor is the one with the least recomputation shorter
+                return min(tried, key=lambda each: each[0])[1]
     try:
         tried.append((found.planned_step_s, found))
     except InfeasibleError:

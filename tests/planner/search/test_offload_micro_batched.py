@@ -15,6 +15,7 @@ from planner.base.errors import InfeasibleError, PinError, PlanError
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
 from planner.plan.plan import Plan, reprice
+from planner.search.offload_search import AMOUNTS
 from planner.search.search import search
 from planner.solve.transfers import ItemUse, fewest_bytes, simulate
 from tests.planner.plans import residual_mlp, unwrapped
@@ -250,3 +251,15 @@ def test_an_update_in_backward_is_refused_micro_batched() -> None:
 def test_a_transfer_schedule_of_fewer_micro_batches_is_another_plan_s(plans: Callable[[str], Plan]) -> None:
     plan, other = plans("tight"), plans("roomy")
     assert replace(plan, transfer_schedules=other.transfer_schedules).digest() != plan.digest()
+
+
+def test_steps_are_shorter_where_some_of_what_may_leave_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four micro-batches that save 128 MiB each, on a device of 96 MiB: devices wait for all of it to come and go."""
+    pins = Pins.parse({"offload": "host", "activations": "all", "micro_batches": 4, "pipeline": 1})
+    steps_s = []
+    for amounts in ((), AMOUNTS):
+        monkeypatch.setattr("planner.search.offload_search.AMOUNTS", amounts)
+        found = search(residual_mlp(8, 64, 65536), gpu("96 MiB"), pins, Training())
+        steps_s.append(found.planned_step_s)
+        assert bool(found.recomputing.recompute.without_gathered()) == bool(amounts)
+    assert 2 * steps_s[1] < steps_s[0]
