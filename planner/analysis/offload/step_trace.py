@@ -236,7 +236,7 @@ class RankStep:
         beside = (followed or 0) + others
         made = self._made_by.get(number, ()) if direction == "backward" else ()
         if is_again:
-            beside += sum(self._added_bytes(chunk) for chunk in made)
+            beside += self._added_by.get(number, 0)
         if self.staged is not None and followed is None:  # nothing runs there: what waited for the end is added up
             beside += sum(chunk.gradient_bytes for chunk in made if chunk.is_before)
         return Moment(name, self._seconds.get((direction, number), 0.0), beside)
@@ -284,8 +284,13 @@ class RankStep:
         outputs = sum(sum(self._leaves.outputs(number, done).values()) for number in self._numbers) if done else 0
         return inputs * (space.mesh.micro_batches - 1) + outputs
 
+    @cached_property
+    def _added_by(self) -> dict[int, int]:
+        """What the backward of each block makes so, the same in every micro-batch."""
+        return {number: sum(map(self._added_bytes, made)) for number, made in self._made_by.items()}
+
     def _added_bytes(self, chunk: Chunk) -> int:
-        """What a backward makes before it is added to the gradients of those before it."""
+        """Bytes that a backward makes of a chunk before they are added to the gradients of those before it."""
         if chunk.is_before:  # they wait for the end as they are, which is simulated
             return 0
         graph, mesh = self.assignment.space.graph, self.assignment.space.mesh
