@@ -22,7 +22,7 @@ the space's; and seconds that may run again.
 """
 BODY, FIRST, LAST, ANYWHERE = "body", "first", "last", "anywhere"
 PLACES = (BODY, FIRST, LAST, ANYWHERE)
-WORK, VALUE, GATHERED = ORIGINS = ("work", "value", "gathered")
+WORK, VALUE, GATHERED = ("work", "value", "gathered")
 """What costs are of: work, or what is held throughout; values that are given, or on their way; parameters that are
 gathered in every micro-batch, which takes as long however small that is.
 """

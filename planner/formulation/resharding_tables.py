@@ -75,11 +75,12 @@ class ReshardingTables:
         is_param = self.graph.by_name[ref.node].op == "param"
         # What is gathered is used by all micro-batches; what they sum up is reduced once.
         is_summed_first = micro_batches is not None and tensor.grad and is_param and self.unsharding.once_per_step
-        comes = is_param and not self.unsharding.once_per_step, is_param and self.unsharding.all_reduces_once
+        comes = is_param and not self.unsharding.once_per_step
+        shared = (("all_reduce",) if self.unsharding.all_reduces_once else ()) if comes else None
         together, is_gathered = self.together(ref), self.variables.variable_of[ref.node] in self.decision_graph.together
         beside = self.unsharding.overlaps_gather, self.unsharding.overlaps_reduce
         hidden, widening = self.hidden(ref), self.training.widening(self.graph.by_name[ref.node])
-        key = (tensor, shards, micro_batches, is_summed_first, comes, together, is_gathered, beside, hidden, widening)
+        key = (tensor, shards, micro_batches, is_summed_first, shared, together, is_gathered, beside, hidden, widening)
         if key not in self._tables:
             touch = self.cost.compute_s(0.0, BUCKET_BYTES, tensor.dtype, 0) / BUCKET_BYTES
             launch = self.cost.compute_s(0.0, 0, tensor.dtype, 1)
@@ -113,7 +114,7 @@ class ReshardingTables:
                 is_gathered,
                 hidden,
                 widening,
-                (("all_reduce",) if comes[1] else ()) if comes[0] else None,
+                shared,
             )
         return self._tables[key]
 

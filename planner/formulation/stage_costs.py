@@ -498,20 +498,18 @@ class StageCosts:
         elsewhere = {FIRST: rows[:, 0], LAST: rows[:, -1], ANYWHERE: rows.min(axis=1)}
         priced = {BODY: np.stack([body.forward, body.backward, body.held, body.saved])[:, stages]}
         priced |= {place: np.tile(each[:, None], len(at)) for place, each in elsewhere.items()}
-        weights, other = {}, np.tile([[once], [behind], [-behind]], len(at))
+        weights, other, nothing = {}, np.tile([[once], [behind], [-behind]], len(at)), np.zeros(len(at))
         for place, (forward, backward, held, saved) in priced.items():
             by_level, wall = (again_mix * backward, saved_mix * saved), np.ones(len(at))
-            weights[place, WORK] = np.vstack([forward, backward, other, held, 0.0 * held, *by_level, wall])
+            weights[place, WORK] = np.vstack([forward, backward, other, held, nothing, *by_level, wall])
             least = np.minimum(forward, backward)
-            each_again, each_saved = (multiple * each for each in by_level)
-            weights[place, GATHERED] = np.vstack(
-                [forward, backward, other, held, (multiple - 1.0) * least, each_again, each_saved, wall]
-            )
             if multiple != 1.0:
                 forward = backward = least
-                weights[place, GATHERED][[FORWARD, BACKWARD]] = least
-                held, by_level = 0.0 * held, (0.0 * by_level[0], by_level[1])
-            weights[place, VALUE] = np.vstack([forward, backward, other, held, 0.0 * held, *by_level, wall])
+            more, every = (multiple - 1.0) * least, [multiple * each for each in by_level]
+            weights[place, GATHERED] = np.vstack([forward, backward, other, held, more, *every, wall])
+            if multiple != 1.0:
+                held, by_level = nothing, (0.0 * by_level[0], by_level[1])
+            weights[place, VALUE] = np.vstack([forward, backward, other, held, nothing, *by_level, wall])
         return (self._table if multiple == 1.0 else self._table_of_multiples).under(weights)
 
     def variants(self, choices: Sequence[int], ranks: int, multiple: float = 1.0) -> dict[str, tuple[Variant, ...]]:

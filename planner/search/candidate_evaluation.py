@@ -166,7 +166,7 @@ class Evaluator:
             each = replace(each, candidate=candidate, bounded_by=fewest, met=bounds.choices, growth=growth)
             each = replace(each, scarce=tuple(scarce[: scarce.index(config) + 1]) if config in scarce else ())
             for pipeline in self.context.pipelines(config, len(self.decision_graph.folded.instances)):
-                work_s = 0.0 if is_reached(bound_s, best) else _least_work_s(bounds, pipeline, free_s[micro_batches])
+                work_s = 0.0 if is_reached(bound_s, best) else bounds.work_s(pipeline, free_s[micro_batches])
                 found.append(_raised_to(replace(each, pipeline=pipeline), work_s, "work"))
             if (
                 config.micro_batched
@@ -184,7 +184,7 @@ class Evaluator:
         config = branch.candidate.config
         assert branch.pipeline is not None
         bounds = self._bounds_of(config)
-        branch = _raised_to(branch, _least_work_s(bounds, branch.pipeline, bounds.free_s), "work")
+        branch = _raised_to(branch, bounds.work_s(branch.pipeline, bounds.free_s), "work")
         return replace(branch, bounded_by=config, met=bounds.choices, likely_s=0.0)
 
     def _bounded_by_packing(self, branch: Branch, best: FoundPlan | None) -> Branch:
@@ -341,15 +341,6 @@ class Evaluator:
             return branch
         candidate = replace(branch.candidate.costing(found.evaluation), status="feasible")
         return replace(branch, candidate=candidate, best=FoundPlan.of(branch.candidate.config, choices, found))
-
-
-def _least_work_s(bounds: PipelineBounds, pipeline: Pipeline, free_s: float) -> float:
-    """Seconds of a step at least for work and waiting: in whole blocks, or in parts of them while the pipeline fills.
-
-    Args:
-        free_s: if waiting cost nothing.
-    """
-    return max(bounds.packed_s(pipeline), free_s + bounds.filling_s(pipeline))
 
 
 def _raised_to(branch: Branch, bound_s: float, proof: str) -> Branch:

@@ -436,10 +436,20 @@ class PipelineBounds:
         capacities = RankCapacities(taken_s, *self._capacities(pipeline, part, limit_bytes))
         return min(once_s + self._packing(multiple).least_s(capacities, wanted_s), self._below_s)
 
-    def filling_s(self, pipeline: Pipeline) -> float:
-        """Seconds at least by which a step is longer than what the average rank has to do, since pipelines fill and
-        empty; of a multiple of the space's micro-batches, too.
+    def work_s(self, pipeline: Pipeline, free_s: float) -> float:
+        """Seconds of a step at least if memory cost nothing: of whole blocks, or of parts of them while the pipeline
+        fills and empties.
+
+        Args:
+            free_s: if waiting cost nothing either, see :meth:`free_of`.
         """
+        packed_s = self.packed_s(pipeline)
+        if self.costs.kept is None:
+            return packed_s
+        return max(packed_s, min(free_s + self._filling_s(pipeline), self._below_s))
+
+    def _filling_s(self, pipeline: Pipeline) -> float:
+        """By how much a step is longer at least than what the average rank has to do."""
         micro_batches, part = pipeline.micro_batches, self._part(pipeline.micro_batches)
         more = least_rounds(pipeline) - micro_batches / pipeline.ranks
         if more <= 0.0 or not math.isfinite(self.free_s):

@@ -237,7 +237,7 @@ class Master:
         if len(self.paths.found) == self.pipeline.ranks:
             self.paths.longest(self._times(even), FIRST)
         near: Floats | None = None
-        near_s = math.inf
+        near_s, is_settled = math.inf, False
         for _ in range(rounds):
             self._add_paths()
             found = self._solved(near)
@@ -249,11 +249,11 @@ class Master:
             seconds = self.paths.longest(self._times(found.shares), EACH)
             if seconds < near_s:
                 near, near_s = self._blocks_of(found.shares), seconds
-            if seconds <= least_s * (1 + CLOSE) or len(self.paths.found) == known:
-                self._add_paths()
-                return replace(self._solved(), is_settled=True)
+            is_settled = seconds <= least_s * (1 + CLOSE) or len(self.paths.found) == known
+            if is_settled:
+                break
         self._add_paths()
-        return self._solved()
+        return replace(self._solved(), is_settled=is_settled)
 
     def _blocks_of(self, shares: Sequence[Floats]) -> Floats:
         """Blocks of all groups on each stage."""

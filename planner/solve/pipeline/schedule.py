@@ -263,19 +263,18 @@ def _in_turn(forwards: Row, backwards: Row, first: int) -> Row:
 
 
 def _interleaved(rank: int, ranks: int, count: int, virtual: int) -> Row:
-    forwards, per_round = _in_rounds("F", rank, ranks, count, virtual)
-    backwards, _ = _in_rounds("B", rank, ranks, count, virtual)
-    return _existing(_in_turn(forwards, backwards, (virtual - 1) * per_round + 2 * (ranks - 1 - rank)), count)
+    forwards, backwards = (_in_rounds(kind, rank, ranks, count, virtual) for kind in "FB")
+    first = (virtual - 1) * per_round(ranks, count, virtual) + 2 * (ranks - 1 - rank)
+    return _existing(_in_turn(forwards, backwards, first), count)
 
 
 def _zero_bubble(rank: int, ranks: int, count: int, virtual: int) -> Row:
     """Half the interleaved schedule's warm-up, and each W as many backwards late as there are ranks before this one."""
-    forwards, per_round = _in_rounds("F", rank, ranks, count, virtual)
-    inputs, _ = _in_rounds("I", rank, ranks, count, virtual)
-    weights, _ = _in_rounds("W", rank, ranks, count, virtual)
+    forwards, inputs, weights = (_in_rounds(kind, rank, ranks, count, virtual) for kind in "FIW")
+    first = (virtual - 1) * per_round(ranks, count, virtual) + ranks - 1 - rank
     row: Row = []
     done = 0
-    for action in _in_turn(forwards, inputs, (virtual - 1) * per_round + ranks - 1 - rank):
+    for action in _in_turn(forwards, inputs, first):
         row.append(action)
         done += action.kind == "I"
         if action.kind == "I" and done > rank:
@@ -283,8 +282,8 @@ def _zero_bubble(rank: int, ranks: int, count: int, virtual: int) -> Row:
     return _existing([*row, *weights[max(0, done - rank) :]], count)
 
 
-def _in_rounds(kind: str, rank: int, ranks: int, count: int, virtual: int) -> tuple[Row, int]:
-    """A rank's actions of one kind, and the micro-batches of a round.
+def _in_rounds(kind: str, rank: int, ranks: int, count: int, virtual: int) -> Row:
+    """A rank's actions of one kind.
 
     In each round every stage of the rank takes as many micro-batches, forwards from its first stage, backwards from
     its last. There are as many rounds as ``ranks`` micro-batches fit, filled evenly; the last may take some too many.
@@ -297,7 +296,7 @@ def _in_rounds(kind: str, rank: int, ranks: int, count: int, virtual: int) -> tu
         for which in range(_rounds(ranks, count, virtual))
         for stage in (stages if kind == "F" else reversed(stages))
         for i in range(size)
-    ], size
+    ]
 
 
 def _rounds(ranks: int, count: int, virtual: int) -> int:

@@ -213,8 +213,7 @@ def test_no_pipeline_beats_its_relaxation(
                     known, waits = paths.setdefault(found.pipeline, Paths(found.pipeline)), names[0] == "1f1b"
                     for each in (costs, *of_fewer):
                         bounds = PipelineBounds(each, limit_bytes, least_send_s(each.space), waits)
-                        least_s = bounds.free_s + bounds.filling_s(found.pipeline), bounds.packed_s(found.pipeline)
-                        assert max(least_s) <= found.step_s * (1 + 1e-9)
+                        assert bounds.work_s(found.pipeline, bounds.free_s) <= found.step_s * (1 + 1e-9)
                         enough_s = rng.choice((math.inf, found.step_s * rng.uniform(1.0, 1.2)))
                         assert bounds.packed_s(found.pipeline, enough_s) <= found.step_s * (1 + 1e-9)
                         is_proof, known_s = rng.random() < 0.8, found.step_s * (seen % 2)

@@ -94,7 +94,9 @@ def test_a_multiple_is_bounded_by_no_more_than_its_own_costs(seed: int) -> None:
         assert of_fewest.packed_s(pipeline) <= own.packed_s(pipeline) * (1 + 2e-5)
     (pipeline, *_), narrowed = pipelines_of(drawn.stages, fewest, drawn.stages), drawn.bounds(fewest)
     narrowed.packed_s(pipeline, 0.9 * narrowed.free_s)  # drops choices of slower plans, as all are
-    assert narrowed.free_of([count], math.inf)[count] <= own.free_s * (1 + 1e-9)
+    free_s = narrowed.free_of([count], math.inf)[count]
+    assert free_s <= own.free_s * (1 + 1e-9)
+    assert narrowed.work_s(pipeline, narrowed.free_s) <= drawn.bounds(fewest).work_s(pipeline, narrowed.free_s)
     (choices,) = own.choices
     links = links_of(assignment_of(own.costs.space, choices), named(own.costs.folded, LEVELS))
     pipelines = pipelines_of(drawn.stages, count, len(links))
@@ -105,7 +107,7 @@ def test_a_multiple_is_bounded_by_no_more_than_its_own_costs(seed: int) -> None:
         if (plan := stage(links, pipelines, limit_bytes)) is not None:
             bounds = drawn.bounds(fewest, limit_bytes)
             free_s = bounds.free_of([count], math.inf)[count]
-            assert free_s + bounds.filling_s(plan.pipeline) <= plan.step_s * (1 + 1e-9)
+            assert bounds.work_s(plan.pipeline, free_s) <= plan.step_s * (1 + 1e-9)
             for enough_s in (plan.step_s, 1.2 * plan.step_s, math.inf):
                 assert bounds.packed_s(plan.pipeline, enough_s) <= plan.step_s * (1 + 1e-9)
 
