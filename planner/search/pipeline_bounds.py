@@ -109,6 +109,7 @@ class PipelineBounds:
         self._entries = ENTRIES
         self._packings: dict[float, Packing] = {}
         self._blocks_s: dict[float, float] = {}
+        self._works_s: dict[float, tuple[float, float]] = {}  # of a micro-batch, in plans faster than so many seconds
         self._below_s = math.inf  # of faster plans no choice was dropped
         self._used: list[tuple[int, ...]] = []  # in the pipeline solved last, by which most blocks of the next run, too
         self.free_s, self._free = self._find_free()
@@ -443,20 +444,17 @@ class PipelineBounds:
         Args:
             free_s: if waiting cost nothing either, see :meth:`free_of`.
         """
-        packed_s = self.packed_s(pipeline)
-        if self.costs.kept is None:
-            return packed_s
-        return max(packed_s, min(free_s + self._filling_s(pipeline), self._below_s))
-
-    def _filling_s(self, pipeline: Pipeline) -> float:
-        """By how much a step is longer at least than what the average rank has to do."""
-        micro_batches, part = pipeline.micro_batches, self._part(pipeline.micro_batches)
-        more = least_rounds(pipeline) - micro_batches / pipeline.ranks
-        if more <= 0.0 or not math.isfinite(self.free_s):
-            return 0.0
-        body_s = self.costs.count * self._block_s(self._multiple(micro_batches))
-        first_s, last_s, _ = self._least_parts
-        return more * part * (body_s + first_s + last_s)
+        micro_batches, least_s = pipeline.micro_batches, max(self.packed_s(pipeline), free_s)
+        more, multiple = least_rounds(pipeline) - micro_batches / pipeline.ranks, self._multiple(micro_batches)
+        is_known = multiple in self._works_s
+        if more <= 0.0 or not math.isfinite(free_s) or (self.costs.kept is None and not is_known):
+            return least_s
+        if not is_known:
+            first_s, last_s, _ = self._least_parts
+            body_s = self.costs.count * self._block_s(multiple)
+            self._works_s[multiple] = body_s + first_s + last_s, self._below_s
+        work_s, below_s = self._works_s[multiple]
+        return max(least_s, min(free_s + more * self._part(micro_batches) * work_s, below_s))
 
     def _capacities(self, pipeline: Pipeline, part: float, limit_bytes: int | None) -> tuple[Floats, Floats]:
         """Bytes that every rank has for what it holds, and how many of the space's micro-batches are in flight then."""
