@@ -26,7 +26,22 @@ FLAGS = (
     "--disable-sync",
     "--hide-scrollbars",
 )
+ATTEMPTS = 5
 KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Left": "\ue012", "Up": "\ue013", "Right": "\ue014", "Down": "\ue015"}
+
+
+def driven(driver: str) -> tuple[subprocess.Popen[str], int]:
+    """A driver that runs, and its port. It takes a free port of IPv6 and then the same of IPv4, which another process
+    may have: it ends then, and is started again.
+    """
+    for _ in range(ATTEMPTS):
+        process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.search(r"successfully on port (\d+)", line):
+                return process, int(found[1])
+        process.communicate()
+    raise RuntimeError(f"{driver} was started {ATTEMPTS} times and ended before it listened; it says why above")
 
 
 class Browser:
@@ -34,12 +49,8 @@ class Browser:
 
     def __init__(self) -> None:
         assert CHROMIUM and DRIVER, WITHOUT
-        self._process = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        started = next(
-            found for line in self._process.stdout if (found := re.search(r"successfully on port (\d+)", line))
-        )
-        self._session = f"http://127.0.0.1:{started[1]}/session"
+        self._process, port = driven(DRIVER)
+        self._session = f"http://127.0.0.1:{port}/session"
         options = {"goog:chromeOptions": {"binary": CHROMIUM, "args": FLAGS}, "goog:loggingPrefs": {"browser": "ALL"}}
         opened = self._call("POST", "", {"capabilities": {"alwaysMatch": options}})
         self._session += f"/{opened['sessionId']}"
