@@ -150,6 +150,14 @@ class StageCosts:
         return {variable: number for number, variable in enumerate(self.space.variables)}
 
     @cached_property
+    def in_body(self) -> tuple[int, ...]:
+        """Numbers of the decisions that have costs at the prices of the body."""
+        found = {number for number, each in enumerate(self._singles) if each.place == BODY}
+        for ends, several in self._pairs.items():
+            found.update(ends if any(each.place == BODY for each in several) else ())
+        return tuple(sorted(found))
+
+    @cached_property
     def most_covered_s(self) -> float:
         """Seconds of work of one micro-batch at most that what is once a step may be behind of."""
         assert self.kept is not None

@@ -44,7 +44,7 @@ ROUNDS = 3
 """Times at most that the master program is given new variants."""
 AMPLE = 0.03
 """Part by which the program's step is longer than enough where its prices are taken as they are."""
-CLOSE = 5e-3
+CLOSE = 2e-3
 """Part of a step between bound and program that is not worth another round."""
 MOST_NEW = 4
 """Variants at most that the master program is given at once."""
@@ -56,7 +56,7 @@ ALIKE = 0.05
 """Stages whose prices differ by no more of the dearest count as alike where memory costs nothing."""
 PARTS = (1.0, 0.75, 0.5, 0.25)
 """Of two prices, how much of one is in the mixtures that others are compared with."""
-APART = 4e-3
+APART = 5e-4
 """Part of a step by which what is known of other prices may be below the least that was found."""
 MIXES = 8
 """So many mixes of what is behind work as if it were, and as if it were not, are tried."""
@@ -105,7 +105,7 @@ class PipelineBounds:
         self.costs, self.limit_bytes, self.send_s, self.waits = costs, limit_bytes, send_s, waits
         self._behind = 1.0
         self._free_with: list[Floats] = []
-        self._trees: dict[int, Tree] = {}  # by the entries that tables have at most
+        self._trees: dict[tuple[int, int], Tree] = {}  # by the entries that tables have at most, and decisions
         self._entries = ENTRIES
         self._packings: dict[float, Packing] = {}
         self._blocks_s: dict[float, float] = {}
@@ -289,7 +289,8 @@ class PipelineBounds:
             return PipelineBound(bound_s, self.choices, solution.step_s)
         best = [*_most_used(met, master, solution), self._alike(master.variants[0], solution, ranks)]
         left: ChoicesInOrder | None = None
-        if is_proof and self._entries in self._trees and self._trees[self._entries].exact:
+        tree = self._trees.get((self._entries, len(self.costs.kept or ())))
+        if is_proof and tree is not None and tree.exact:
             if math.isfinite(enough_s):
                 left = self._fastest_first(solution.prices, 1.0 / ranks)
             else:
@@ -490,17 +491,33 @@ class PipelineBounds:
 
     def _block_cost_s(self, multiple: float, held: float, saved: float) -> tuple[float, BlockVariant]:
         """What is packed costs at least, at these prices of bytes, at any level; and what does."""
-        space, count = self.costs.space, self.costs.count
-        prices = _prices(np.full(1, float(space.mesh.micro_batches)), held, saved)
-        others, once = _prices(np.zeros(1)), 0.0
-        if space.stages == 1:
-            others, once, count = prices, 1.0, 1
-        at = [(0, level) for level in range(len(self.costs.levels))]
-        tables = self.costs.under(at, prices, others, once, once * self._behind, multiple=multiple)
-        least = self._eliminated(*tables, ENTRIES_OF_PACKING)
+        prices = _prices(np.full(1, float(self.costs.space.mesh.micro_batches)), held, saved)
+        if self.costs.space.stages > 1:
+            least, decisions, count = self._body_under(prices, multiple), self.costs.in_body, self.costs.count
+        else:
+            least = self._eliminated(
+                *self.costs.under(self._at_levels, prices, prices, 1.0, self._behind, multiple=multiple),
+                ENTRIES_OF_PACKING,
+            )
+            decisions, count = tuple(range(len(least.sizes))), 1
         level = int(np.argmin(least.bounds))
-        variants = self._block_variants(self._choices_of(least.assignment(level)), multiple)
+        assert self.costs.kept is not None
+        assignment = np.zeros(len(self.costs.kept), dtype=np.int64)
+        assignment[list(decisions)] = least.assignment(level)
+        variants = self._block_variants(self._choices_of(assignment), multiple)
         return float(least.bounds[level]) / count, variants[level]
+
+    def _body_under(self, prices: Prices, multiple: float) -> LeastOfEach:
+        """What the body costs at least under the prices of one stage, at each level, whatever is beside it."""
+        numbers = {decision: number for number, decision in enumerate(self.costs.in_body)}
+        singles, pairs = self.costs.under(self._at_levels, prices, _prices(np.zeros(1)), 0.0, 0.0, multiple=multiple)
+        inner = {(numbers[a], numbers[b]): each for (a, b), each in pairs.items() if a in numbers and b in numbers}
+        return self._eliminated([singles[each] for each in numbers], inner, ENTRIES_OF_PACKING)
+
+    @property
+    def _at_levels(self) -> list[tuple[int, int]]:
+        """Of prices of one stage, each level."""
+        return [(0, level) for level in range(len(self.costs.levels))]
 
     def _block_variants(self, choices: tuple[int, ...], multiple: float) -> list[BlockVariant]:
         """What is packed with some choices, at every level."""
@@ -527,13 +544,13 @@ class PipelineBounds:
     def _block_s(self, multiple: float) -> float:
         """Seconds at least of a block; see :meth:`_multiple`."""
         if multiple not in self._blocks_s:
-            body, none = _prices(np.ones(2)), _prices(np.zeros(2))
-            self._blocks_s[multiple] = self._least(body, none, multiple=multiple) / self.costs.count
+            in_body = self._body_under(_prices(np.ones(1)), multiple)
+            self._blocks_s[multiple] = float(in_body.bounds[0]) / self.costs.count
         return self._blocks_s[multiple]
 
-    def _least(self, body: Prices, others: Prices, once: float = 0.0, multiple: float = 1.0) -> float:
+    def _least(self, body: Prices, others: Prices, once: float = 0.0) -> float:
         """What everything costs at least, nothing recomputed and nothing behind work; what is free is allowed."""
-        singles, pairs = self.costs.under([(0, 0)], body, others, once, 0.0, multiple=multiple)
+        singles, pairs = self.costs.under([(0, 0)], body, others, once, 0.0)
         pairs = {ends: table for ends, table in pairs.items() if np.where(np.isinf(table), 0.0, table).any()}
         return float(least_of_each(singles, pairs).bounds[0])
 
@@ -556,7 +573,8 @@ class PipelineBounds:
             best_s = entries.best_s
             if best_s + besides_s < promising_s:
                 break
-            closely_s = best_s - APART * abs(best_s) if math.isfinite(best_s) else math.inf
+            is_enough = best_s + besides_s >= enough_s  # if what is known of the others is, too
+            closely_s = math.inf if is_enough else best_s - APART * abs(best_s)
             chosen = entries.open(min(closely_s, enough_s - besides_s), TOGETHER)
             if not len(chosen):
                 break
@@ -651,8 +669,9 @@ class PipelineBounds:
         self, singles: list[Floats], pairs: dict[tuple[int, int], Floats], entries: int | None = None
     ) -> LeastOfEach:
         entries = entries or self._entries
-        least = least_of_each(singles, pairs, self._trees.get(entries), entries)
-        self._trees[entries] = least.tree
+        key = entries, len(singles)
+        least = least_of_each(singles, pairs, self._trees.get(key), entries)
+        self._trees[key] = least.tree
         return least
 
 

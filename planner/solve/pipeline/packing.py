@@ -23,8 +23,8 @@ ROUNDS = 4
 """Prices at most that are asked for, for one bound."""
 CLOSE = 2e-3
 """Part of a step by which a bound may be below what variants that are known take, to be left as it is."""
-EXACT = 1e-5
-"""Part of a step to which it is found how long it is."""
+ROUNDING = 1e-9
+"""Part of blocks that a rank may lack and take them nevertheless."""
 LONGEST = 64
 """So many times what all blocks take on one rank are steps at most that are looked at."""
 DEAREST = 2.0
@@ -137,23 +137,21 @@ class Packing:
         """The shortest step in which ranks take all blocks; the longest that is looked at where they do in none.
 
         Args:
-            prices: of a byte, ``(ranks, prices)``.
+            prices: of a byte, ``(ranks, prices)``; one of each rank is zero.
             costs: of a block at these.
         """
-        low, high = 0.0, float(capacities.taken_s.max()) + LONGEST * self._count * self._free_s
-        leading: Floats | float = 0.0 if self._leading_s is None else 1 - self._leading_s / costs
-
-        def hold_all(step_s: float) -> bool:
-            blocks = _blocks_at(capacities, step_s, prices, costs)
-            most, with_leading = (np.floor(each.min(axis=1) + 1e-9) for each in (blocks, blocks + leading))
-            return float(most.sum() + max(0.0, (with_leading - most).max())) >= self._count
-
-        if not hold_all(high):
-            return high
-        while high - low > EXACT * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if hold_all(middle) else (middle, high)
-        return low
+        taken_s, numbers = capacities.taken_s[:, None], np.arange(1, self._count + 1) * (1 - ROUNDING)
+        with np.errstate(over="ignore"):  # of nothing in flight
+            paid_s = prices * capacities.free_bytes[:, None]
+        from_s = taken_s + (numbers[:, None] * costs[:, None] - paid_s[:, None]).max(axis=2)  # for so many on a rank
+        in_order = np.partition(from_s, (max(0, self._count - 2), self._count - 1), axis=None)
+        shortest_s = in_order[self._count - 1]
+        if self._leading_s is not None:  # on one rank it is instead of any other
+            without_s = in_order[self._count - 2] if self._count > 1 else 0.0
+            others = (from_s <= without_s).sum(axis=1)[:, None] * (1 - ROUNDING)
+            with_leading_s = taken_s[:, 0] + (others * costs + self._leading_s - paid_s).max(axis=1)
+            shortest_s = min(shortest_s, max(without_s, with_leading_s.min()))
+        return min(float(shortest_s), float(taken_s.max()) + LONGEST * self._count * self._free_s)
 
 
 def _blocks_at(capacities: RankCapacities, step_s: float, prices: Floats, costs: Floats) -> Floats:
