@@ -256,6 +256,7 @@ class PipelineBounds:
         if bound_s >= enough_s or self.costs.kept is None:
             return PipelineBound(enough_s, self.choices)
         master, rounds = self._master(paths, self.limit_bytes), MANY_ROUNDS if is_proof else FEW_ROUNDS
+        found: _Priced | None = None
         ample_s, new = enough_s * (1 + AMPLE), met
         for number in range(ROUNDS):
             self._add(master, new)
@@ -285,6 +286,8 @@ class PipelineBounds:
             met += new
             if is_last:
                 break
+        if is_proof and found is not None and bound_s < enough_s:
+            bound_s = max(bound_s, self._mixed_s(solution.prices, 1.0 / ranks, enough_s, found))
         if bound_s >= enough_s:
             return PipelineBound(bound_s, self.choices, solution.step_s)
         best = [*_most_used(met, master, solution), self._alike(master.variants[0], solution, ranks)]
@@ -587,6 +590,24 @@ class PipelineBounds:
                 met[choices] = min(met.get(choices, math.inf), float(found[number] - entries.bonus_s[k]))
         ordered = sorted(met, key=lambda choices: met[choices])
         return _Priced(entries.lower_s + besides_s, best_s + besides_s >= promising_s, tuple(ordered))
+
+    def _mixed_s(self, prices: Prices, once: float, enough_s: float, found: _Priced) -> float:
+        """The most that is proved under prices by mixes of what is behind work, see :meth:`_at_best_mix`.
+
+        Args:
+            once, enough_s: as for :meth:`_under`.
+            found: under these prices, as things are mixed.
+        """
+        before, bound_s, low, high = self._behind, found.bound_s, 0.0, 1.0
+        while bound_s < enough_s and found.choices:
+            low, high = (self._behind, high) if self.costs.exposed_s(found.choices[0]) > 0.0 else (low, self._behind)
+            if high - low < 1 / MIXES:
+                break
+            self._behind = (low + high) / 2
+            found = self._under(prices, once, enough_s)
+            bound_s = max(bound_s, found.bound_s)
+        self._behind = before
+        return min(bound_s, enough_s)
 
     def _entries_at(self, prices: Prices, once: float) -> _Entries:
         least_s = -once * self._behind * self.costs.most_covered_s
