@@ -198,8 +198,8 @@ class PipelineBounds:
             return max(self.free_s, self._below_s)
         ranks, micro_batches = self.costs.space.stages, self.costs.space.mesh.micro_batches
         work = _prices(np.full(1, micro_batches / ranks))
-        tables = self.costs.under([(0, 0)], work, work, 1.0 / ranks, self._behind / ranks, multiple=multiple)
-        return max(self.free_s, min(float(self._eliminated(*tables).bounds[0]), self._below_s))
+        (found_s,), _ = self._least_of([(0, 0)], work, work, 1.0 / ranks, multiple)
+        return max(self.free_s, min(float(found_s), self._below_s))
 
     def _multiple(self, micro_batches: int) -> float:
         """How many times the space's micro-batches these are, or :data:`SEVERAL` where that is all that matters."""
@@ -314,9 +314,9 @@ class PipelineBounds:
     def _least_memory_first(self, bound_s: float, pipeline: Pipeline) -> ChoicesInOrder:
         """Choices by the bytes that all ranks together need at least, as long as there are so many."""
         free_bytes, in_flight = self._capacities(pipeline, 1.0, self.limit_bytes)
-        prices, levels = _prices(np.zeros(1), 1.0, float(in_flight.min())), range(len(self.costs.levels))
-        _, least = self._least_of([(0, level) for level in levels], prices, prices, 0.0)
-        for over, choices in self._in_order(least, [-float(free_bytes.sum())] * len(levels)):
+        prices, at = _prices(np.zeros(1), 1.0, float(in_flight.min())), self._at_levels
+        _, least = self._least_of(at, prices, prices, 0.0)
+        for over, choices in self._in_order(least, [-float(free_bytes.sum())] * len(at)):
             if over > 0.0:
                 return
             yield bound_s, choices
@@ -498,10 +498,7 @@ class PipelineBounds:
         if self.costs.space.stages > 1:
             least, decisions, count = self._body_under(prices, multiple), self.costs.in_body, self.costs.count
         else:
-            least = self._eliminated(
-                *self.costs.under(self._at_levels, prices, prices, 1.0, self._behind, multiple=multiple),
-                ENTRIES_OF_PACKING,
-            )
+            _, least = self._least_of(self._at_levels, prices, prices, 1.0, multiple, ENTRIES_OF_PACKING)
             decisions, count = tuple(range(len(least.sizes))), 1
         level = int(np.argmin(least.bounds))
         assert self.costs.kept is not None
@@ -681,9 +678,16 @@ class PipelineBounds:
         return self._choices_of(self._eliminated(singles, pairs).assignment(0))
 
     def _least_of(
-        self, at: list[tuple[int, int]], body: Prices, prices: Prices, once: float
+        self,
+        at: list[tuple[int, int]],
+        body: Prices,
+        prices: Prices,
+        once: float,
+        multiple: float = 1.0,
+        entries: int | None = None,
     ) -> tuple[Floats, LeastOfEach]:
-        least = self._eliminated(*self.costs.under(at, body, prices, once, once * self._behind))
+        tables = self.costs.under(at, body, prices, once, once * self._behind, multiple=multiple)
+        least = self._eliminated(*tables, entries)
         return least.bounds, least
 
     def _eliminated(

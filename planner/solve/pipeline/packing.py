@@ -141,8 +141,7 @@ class Packing:
             costs: of a block at these.
         """
         taken_s, numbers = capacities.taken_s[:, None], np.arange(1, self._count + 1) * (1 - ROUNDING)
-        with np.errstate(over="ignore"):  # of nothing in flight
-            paid_s = prices * capacities.free_bytes[:, None]
+        paid_s = _paid_s(capacities, prices)
         from_s = taken_s + (numbers[:, None] * costs[:, None] - paid_s[:, None]).max(axis=2)  # for so many on a rank
         in_order = np.partition(from_s, (max(0, self._count - 2), self._count - 1), axis=None)
         shortest_s = in_order[self._count - 1]
@@ -157,6 +156,12 @@ class Packing:
 def _blocks_at(capacities: RankCapacities, step_s: float, prices: Floats, costs: Floats) -> Floats:
     """Blocks that each rank takes at most, none of them the first, ``(ranks, prices)``."""
     left_s = np.maximum(0.0, step_s - capacities.taken_s)[:, None]
+    found: Floats = np.maximum(0.0, left_s + _paid_s(capacities, prices)) / costs
+    return found
+
+
+def _paid_s(capacities: RankCapacities, prices: Floats) -> Floats:
+    """What the bytes for blocks of each rank are worth, ``(ranks, prices)``."""
     with np.errstate(over="ignore"):  # of nothing in flight
-        found: Floats = np.maximum(0.0, left_s + prices * capacities.free_bytes[:, None]) / costs
+        found: Floats = prices * capacities.free_bytes[:, None]
     return found
