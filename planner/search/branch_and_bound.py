@@ -45,6 +45,7 @@ from planner.search.candidates import (
     is_reached,
 )
 from planner.search.evaluations import AHEAD, AHEAD_OF_PROOF, Evaluations
+from planner.search.expectations import Expectations
 from planner.search.parallel_config import Arithmetic, ParallelConfig, batch_of, seeds
 from planner.search.pipeline_refinement import refined
 from planner.search.search_context import SearchContext
@@ -271,6 +272,7 @@ def _best_first(
     ordered, larger = seeds(bounds, context.cost.cluster, decision_graph.graph) if is_split else ([], set())
     first = {config: number for number, config in enumerate(ordered)}
     closed, turns, likely_s = list[Branch](), itertools.count(), dict[ParallelConfig, float]()
+    expectations = Expectations(batch)
     best = known if known is None else known.found
     under_way, since = Evaluations(context, decision_graph), 0
     while waiting or under_way.branches:
@@ -288,8 +290,8 @@ def _best_first(
         is_settled = since > SETTLED
         ahead = 1 if best is None else AHEAD_OF_PROOF if is_settled else AHEAD
         while waiting and len(under_way.branches) < ahead:
-            chosen = _of_turn(waiting, next(turns), best, is_settled)
-            branch = min(chosen, key=lambda branch: _priority(branch, first, larger, likely_s, best))
+            chosen = _of_turn(waiting, next(turns), best, expectations, is_settled)
+            branch = min(chosen, key=lambda branch: _priority(branch, first, larger, likely_s, best, expectations))
             others = _packed_alike(branch, waiting) if is_settled else []
             begun = {id(each) for each in (branch, *others)}
             waiting = [each for each in waiting if id(each) not in begun]
@@ -299,13 +301,17 @@ def _best_first(
                 continue
             if branch.pipeline is None:
                 context.say(f"mesh {branch.candidate.config}")
-            under_way.begin(branch, best)
+            under_way.begin(branch, best, is_settled)
         since += 1
-        for each in under_way.next() if under_way.branches else ():
+        evaluated = under_way.next() if under_way.branches else ()
+        expectations.learn_work(under_way.free_s)
+        for each in evaluated:
             before, best = best, better(best, each)
             since = since if best is before else 0
             if best is not None and best is not before:
                 context.say(f"  {in_seconds(best.evaluation.time_s)} a step on {best.config}, the best so far")
+            if before is not None and each.is_sought and not each.is_priced:
+                expectations.learn_excess(each, before)
             (closed if each.is_done else waiting).append(each)
             # Where a schedule is too slow because it does not fit, another one may.
             if each.likely_s and not is_reached(each.candidate.bound_s, best):
@@ -323,10 +329,12 @@ def _best_first(
     return known, sorted(closed, key=place)
 
 
-def _of_turn(waiting: list[Branch], turn: int, best: FoundPlan | None, is_settled: bool) -> list[Branch]:
+def _of_turn(
+    waiting: list[Branch], turn: int, best: FoundPlan | None, expectations: Expectations, is_settled: bool
+) -> list[Branch]:
     """Those of which one is evaluated next: configurations that were not begun, pipelines that are likely to be faster,
-    and other pipelines take turns; with the one of least bound, which decides how much is proved, once the best plan
-    is settled.
+    and other pipelines take turns, and what was cut comes last; with the one of least bound, which decides how much is
+    proved, once the best plan is settled.
     """
     if is_settled:
         turn, of_proof = divmod(turn, OF_PROOF)
@@ -335,8 +343,10 @@ def _of_turn(waiting: list[Branch], turn: int, best: FoundPlan | None, is_settle
             return [least]
     kinds: tuple[list[Branch], ...] = [], [], []
     for branch in waiting:
-        kinds[0 if branch.pipeline is None else 1 + (not is_likely(branch, best))].append(branch)
-    return next(each for each in (kinds[(turn + more) % len(kinds)] for more in range(len(kinds))) if each)
+        if not branch.is_sought:
+            kinds[0 if branch.pipeline is None else 1 + (not is_likely(branch, best, expectations))].append(branch)
+    in_turn = (kinds[(turn + more) % len(kinds)] for more in range(len(kinds)))
+    return next((each for each in in_turn if each), waiting)
 
 
 def _packed_alike(branch: Branch, waiting: list[Branch]) -> list[Branch]:
@@ -356,6 +366,7 @@ def _priority(
     larger: Collection[ParallelConfig],
     likely_s: Mapping[ParallelConfig, float],
     best: FoundPlan | None,
+    expectations: Expectations,
 ) -> tuple[float, ...]:
     """The least is evaluated next: pipelines beside the best plan's, and other schedules of what was solved, that may
     be faster by more than :data:`LIKELY`; ``first``; configurations near the best plan's; then by what is expected.
@@ -366,7 +377,7 @@ def _priority(
     Args:
         likely_s: what is likely of the configurations of which a schedule was solved.
     """
-    config, expected_s = branch.candidate.config, branch.expected_s
+    config, expected_s = branch.candidate.config, expectations.of(branch)
     if branch.is_sought:
         return NEAR + 1 + branch.is_priced, branch.bound_s
     is_sibling = branch.pipeline is not None and not branch.likely_s and config in likely_s

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from planner.analysis.pipeline.staged import QUICK, THOROUGH, enumerated, stage, ways_of
 from planner.formulation.decisions import DecisionGraph
@@ -33,6 +33,7 @@ from planner.search.candidates import (
     target_s,
     together,
 )
+from planner.search.expectations import Expectations, FreeSeconds
 from planner.search.parallel_config import ParallelConfig
 from planner.search.pipeline_bounds import ChoicesInOrder, PipelineBounds
 from planner.search.search_context import SearchContext
@@ -45,8 +46,6 @@ LIKELY = 0.02
 """A pipeline that is likely to be faster than the best plan by this part is cut before others are bounded closely."""
 DOUBT = 1.5
 """So many times longer a step is expected where samples are too few for the ranks; see :func:`doubt_of`."""
-GROWTH = 0.08
-"""A step is expected to grow by this power of the micro-batches beyond those that it is bounded with."""
 FEW = 200
 """So many plans of a pipeline are looked at one by one."""
 RAISED = 0.01
@@ -60,12 +59,6 @@ def doubt_of(config: ParallelConfig, batch: int, span: int) -> float:
     samples = max(1, batch) // config.mesh.micro_batches
     ranks, last = config.mesh.size, config.mesh.sizes[-1]
     return 1.0 if samples >= ranks or (last <= span and samples >= ranks // last) else DOUBT
-
-
-FreeSeconds: TypeAlias = dict[object, dict[int, float]]
-"""What plans take at least if memory and waiting cost nothing, by configuration whatever its micro-batches
-(:attr:`ParallelConfig.any_micro_batches`), and by these.
-"""
 
 
 class Evaluated(NamedTuple):
@@ -93,26 +86,29 @@ class Evaluator:
         self._relaxed: dict[ParallelConfig, tuple[float, tuple[tuple[int, ...], ...]]] = {}
         self._typical: dict[ParallelConfig, tuple[tuple[int, ...], ...]] = {}
 
-    def evaluate(self, branch: Branch, best: FoundPlan | None, paths: Iterable[Path] = ()) -> Evaluated:
+    def evaluate(
+        self, branch: Branch, best: FoundPlan | None, is_proof: bool = False, paths: Iterable[Path] = ()
+    ) -> Evaluated:
         """Evaluate a branch once more, all that it covers or its pipelines.
 
         Args:
+            is_proof: it is to be bounded rather than cut, where it may be either.
             paths: those of its schedule that others met.
         """
         known = None if branch.pipeline is None else self._paths_of(branch.candidate.config, branch.pipeline)
         before = 0 if known is None else known.add(paths)
-        branches = self._evaluate(branch, best)
+        branches = self._evaluate(branch, best, is_proof)
         free_s = self._free_s.get(branch.candidate.config.any_micro_batches, {})
         return Evaluated(tuple(branches), dict(free_s), () if known is None else tuple(known.found[before:]))
 
-    def _evaluate(self, branch: Branch, best: FoundPlan | None) -> list[Branch]:
+    def _evaluate(self, branch: Branch, best: FoundPlan | None, is_proof: bool) -> list[Branch]:
         if branch.pipeline is None:
             return self._by_pipeline(branch, best)
         if branch.others:
             first, *others = branch.every
-            return [*self._evaluate(first, best), *(self._bounded_by_packing(each, best) for each in others)]
+            return [*self._evaluate(first, best, is_proof), *(self._bounded_by_packing(each, best) for each in others)]
         if branch.likely_s and branch.is_by_itself:
-            return [self._closer(branch, best)]
+            return [self._closer(branch, best, is_proof)]
         closer = self._bounded_by_packing(branch, best)
         if _is_much_closer(closer, branch):
             return [closer]
@@ -162,8 +158,7 @@ class Evaluator:
             bound_s = max(free_s[micro_batches], each.candidate.bound_s) if is_fitting else math.inf
             status = "infeasible" if math.isinf(bound_s) else "not tried"
             candidate = replace(each.candidate, status=status, bound_s=bound_s, peak_bytes=peak_bytes, proof="work")
-            growth = (micro_batches / fewest.mesh.micro_batches) ** GROWTH
-            each = replace(each, candidate=candidate, bounded_by=fewest, met=bounds.choices, growth=growth)
+            each = replace(each, candidate=candidate, bounded_by=fewest, met=bounds.choices)
             each = replace(each, scarce=tuple(scarce[: scarce.index(config) + 1]) if config in scarce else ())
             for pipeline in self.context.pipelines(config, len(self.decision_graph.folded.instances)):
                 work_s = 0.0 if is_reached(bound_s, best) else bounds.work_s(pipeline, free_s[micro_batches])
@@ -230,9 +225,13 @@ class Evaluator:
         branch, _ = self._at_prices(branch, best, is_proof=False)
         return branch if best is not None else self._cut(branch, best)
 
-    def _closer(self, branch: Branch, best: FoundPlan | None) -> Branch:
-        """A pipeline whose relaxation was solved: cut, then proved, at last cut with all effort."""
-        if not branch.is_sought:
+    def _closer(self, branch: Branch, best: FoundPlan | None, is_proof: bool) -> Branch:
+        """A pipeline whose relaxation was solved: cut, then proved, at last cut with all effort.
+
+        Args:
+            is_proof: it is proved before it is cut.
+        """
+        if not (branch.is_sought or (is_proof and not branch.is_priced)):
             return self._cut(branch, best)
         if not branch.is_priced:
             return self._proved(branch, best)
@@ -242,7 +241,9 @@ class Evaluator:
         """A pipeline bounded with what its stages wait and hold, whatever its cut and its recomputation; and cut for
         what solved that, where few plans may be better, or none is known: else others are proved first.
         """
-        branch, left = self._at_prices(branch, best, is_proof=True)
+        branch, left = self._bounded_by_packing(branch, best), None
+        if not is_near(self.context, branch, best):
+            branch, left = self._at_prices(branch, best, is_proof=True)
         branch = replace(branch, is_priced=True)
         if is_near(self.context, branch, best):
             return close(replace(branch, is_done=True), best)
@@ -315,7 +316,7 @@ class Evaluator:
             branch = self._with_pipeline(branch, light, best, effort)
             best = better(best, branch)
         self.context.took("solve", before)
-        branch = replace(branch, is_sought=True, is_done=branch.is_priced)
+        branch = replace(branch, is_sought=True, is_done=branch.is_priced and effort == THOROUGH)
         return close(branch, best) if branch.is_done else branch
 
     def _typical_choices(self, config: ParallelConfig) -> tuple[tuple[int, ...], ...]:
@@ -356,10 +357,10 @@ def _is_much_closer(closer: Branch, branch: Branch) -> bool:
     return is_raised or closer.likely_s != branch.likely_s
 
 
-def is_likely(branch: Branch, best: FoundPlan | None) -> bool:
-    """Whether it is known what a pipeline is likely to take, it was not cut, and that is faster than the best plan."""
+def is_likely(branch: Branch, best: FoundPlan | None, expectations: Expectations) -> bool:
+    """Whether a pipeline's relaxation is known, it was not cut, and is expected to be faster than the best plan."""
     is_solved = branch.likely_s > 0.0 and branch.is_by_itself and not branch.is_sought
-    return is_solved and (best is None or branch.expected_s < best.evaluation.time_s * (1 - LIKELY))
+    return is_solved and (best is None or expectations.of(branch) < best.evaluation.time_s * (1 - LIKELY))
 
 
 def raised(known: FreeSeconds, branch: Branch) -> Branch:

@@ -142,7 +142,6 @@ class Branch:
     is_done: bool = False
     others: tuple[Branch, ...] = ()
     doubt: float = 1.0
-    growth: float = 1.0
     scarce: tuple[ParallelConfig, ...] = ()
     pipeline: Pipeline | None = None
     likely_s: float = 0.0
@@ -170,10 +169,8 @@ class Branch:
         if self.likely_s and self.is_by_itself:
             return max(self.candidate.bound_s, self.likely_s)
         if self.likely_s:
-            return self.likely_s * self.doubt * self.growth
-        p = self.pipeline
-        waits = 0.0 if p is None else (p.ranks - 1) / (p.micro_batches * p.virtual_stages)
-        return self.bound_s * self.doubt * (1 + waits)
+            return self.likely_s * self.doubt
+        return self.bound_s * self.doubt * (1 + (0.0 if self.pipeline is None else self.pipeline.bubble))
 
 
 def begin(config: ParallelConfig, bound_s: float, doubt: float = 1.0) -> Branch:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from planner.formulation.decisions import DecisionGraph
-from planner.search.candidate_evaluation import Evaluated, Evaluator, FreeSeconds
+from planner.search.candidate_evaluation import Evaluated, Evaluator
 from planner.search.candidates import Branch, FoundPlan
+from planner.search.expectations import FreeSeconds
 from planner.search.parallel_config import ParallelConfig
 from planner.search.process_pool import Process
 from planner.search.search_context import SearchContext
@@ -30,7 +31,7 @@ AHEAD, AHEAD_OF_PROOF = 4, 12
 for those that follow; and once the best plan is settled.
 """
 
-Asked: TypeAlias = tuple[Branch, FoundPlan | None, tuple[Path, ...]]
+Asked: TypeAlias = tuple[Branch, FoundPlan | None, bool, tuple[Path, ...]]
 """The arguments of :meth:`Evaluator.evaluate`."""
 
 
@@ -54,10 +55,10 @@ class Evaluations:
         """Those that are under way."""
         return tuple(each.branch for each in self._under_way)
 
-    def begin(self, branch: Branch, best: FoundPlan | None) -> None:
-        """Begin to evaluate a branch once more, where this is the best plan known."""
+    def begin(self, branch: Branch, best: FoundPlan | None, is_proof: bool = False) -> None:
+        """Begin to evaluate a branch once more, where this is the best plan known; rather for a proof if asked to."""
         paths = None if branch.pipeline is None else self._paths.get(branch.pipeline)
-        asked = branch, best, () if paths is None else tuple(paths.found)
+        asked = branch, best, is_proof, () if paths is None else tuple(paths.found)
         process = self._place(branch.candidate.config)
         self._under_way.append(_Evaluation(asked, process, None if process is None else process.ask(asked)))
 

@@ -75,6 +75,11 @@ class Pipeline:
         return self.ranks * self.virtual_stages
 
     @property
+    def bubble(self) -> float:
+        """What ranks wait while it fills and empties, of what they work, if all stages take as long."""
+        return (self.ranks - 1) / (self.micro_batches * self.virtual_stages)
+
+    @property
     def placed(self) -> tuple[int, ...]:
         """The rank of every stage."""
         return placed(self.schedule, self.ranks, self.virtual_stages)
