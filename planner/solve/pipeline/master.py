@@ -241,19 +241,35 @@ class Master:
         for _ in range(rounds):
             self._add_paths()
             found = self._solved(near)
-            least_s, known = self._step.solution_value() * self._unit_s, len(self.paths.found)
+            least_s = self._path_s
             if found.step_s > enough_s:
                 anywhere = found if near is None else self._solved()
                 if anywhere.step_s > enough_s:
                     return anywhere
-            seconds = self.paths.longest(self._times(found.shares), EACH)
+            seconds, is_settled = self._simulated(found, least_s)
+            is_boxed = near is not None
             if seconds < near_s:
                 near, near_s = self._blocks_of(found.shares), seconds
-            is_settled = seconds <= least_s * (1 + CLOSE) or len(self.paths.found) == known
+            if is_settled and is_boxed:  # far from there the step may be shorter, as far as is known
+                self._add_paths()
+                found = self._solved()
+                _, is_settled = self._simulated(found, self._path_s)
             if is_settled:
                 break
         self._add_paths()
         return replace(self._solved(), is_settled=is_settled)
+
+    @property
+    def _path_s(self) -> float:
+        """Seconds of the longest path that is known, by what was solved last."""
+        found: float = self._step.solution_value() * self._unit_s
+        return found
+
+    def _simulated(self, found: MasterSolution, path_s: float) -> tuple[float, bool]:
+        """Seconds of the simulated schedule, and whether the longest path known was about as long, or none was new."""
+        known = len(self.paths.found)
+        seconds = self.paths.longest(self._times(found.shares), EACH)
+        return seconds, seconds <= path_s * (1 + CLOSE) or len(self.paths.found) == known
 
     def _blocks_of(self, shares: Sequence[Floats]) -> Floats:
         """Blocks of all groups on each stage."""
