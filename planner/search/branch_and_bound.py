@@ -30,7 +30,7 @@ from planner.formulation.assignment import Assignment, assignment_of
 from planner.formulation.certificate import ROUNDING
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.unsharding import PER_STEP
-from planner.search.candidate_evaluation import LIKELY, RAISED, doubt_of, is_likely, raised
+from planner.search.candidate_evaluation import RAISED, raised
 from planner.search.candidates import (
     PROVED,
     Branch,
@@ -45,7 +45,7 @@ from planner.search.candidates import (
     is_reached,
 )
 from planner.search.evaluations import AHEAD, AHEAD_OF_PROOF, Evaluations
-from planner.search.expectations import Expectations
+from planner.search.expectations import LIKELY, Expectations, doubt_of
 from planner.search.parallel_config import Arithmetic, ParallelConfig, batch_of, seeds
 from planner.search.pipeline_refinement import refined
 from planner.search.search_context import SearchContext
@@ -344,7 +344,7 @@ def _of_turn(
     kinds: tuple[list[Branch], ...] = [], [], []
     for branch in waiting:
         if not branch.is_sought:
-            kinds[0 if branch.pipeline is None else 1 + (not is_likely(branch, best, expectations))].append(branch)
+            kinds[0 if branch.pipeline is None else 1 + (not expectations.is_likely(branch, best))].append(branch)
     in_turn = (kinds[(turn + more) % len(kinds)] for more in range(len(kinds)))
     return next((each for each in in_turn if each), waiting)
 
@@ -377,9 +377,9 @@ def _priority(
     Args:
         likely_s: what is likely of the configurations of which a schedule was solved.
     """
+    if branch.is_sought:  # so are all others
+        return branch.is_priced, branch.bound_s
     config, expected_s = branch.candidate.config, expectations.of(branch)
-    if branch.is_sought:
-        return NEAR + 1 + branch.is_priced, branch.bound_s
     is_sibling = branch.pipeline is not None and not branch.likely_s and config in likely_s
     if is_sibling:
         expected_s = max(expected_s, likely_s[config])

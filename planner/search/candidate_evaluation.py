@@ -33,7 +33,7 @@ from planner.search.candidates import (
     target_s,
     together,
 )
-from planner.search.expectations import Expectations, FreeSeconds
+from planner.search.expectations import FreeSeconds
 from planner.search.parallel_config import ParallelConfig
 from planner.search.pipeline_bounds import ChoicesInOrder, PipelineBounds
 from planner.search.search_context import SearchContext
@@ -42,23 +42,10 @@ from planner.solve.pipeline.master import Paths
 from planner.solve.pipeline.simulate import Path
 from planner.solve.pipeline.stages import Pipeline
 
-LIKELY = 0.02
-"""A pipeline that is likely to be faster than the best plan by this part is cut before others are bounded closely."""
-DOUBT = 1.5
-"""So many times longer a step is expected where samples are too few for the ranks; see :func:`doubt_of`."""
 FEW = 200
 """So many plans of a pipeline are looked at one by one."""
 RAISED = 0.01
 """Part of a step by which a closer bound makes it worth to look first whether others are more promising."""
-
-
-def doubt_of(config: ParallelConfig, batch: int, span: int) -> float:
-    """How many times longer than bounds say a step is expected: some where micro-batches have fewer samples than ranks
-    to share them, unless the last axis is within a node and there are enough for the others.
-    """
-    samples = max(1, batch) // config.mesh.micro_batches
-    ranks, last = config.mesh.size, config.mesh.sizes[-1]
-    return 1.0 if samples >= ranks or (last <= span and samples >= ranks // last) else DOUBT
 
 
 class Evaluated(NamedTuple):
@@ -86,9 +73,7 @@ class Evaluator:
         self._relaxed: dict[ParallelConfig, tuple[float, tuple[tuple[int, ...], ...]]] = {}
         self._typical: dict[ParallelConfig, tuple[tuple[int, ...], ...]] = {}
 
-    def evaluate(
-        self, branch: Branch, best: FoundPlan | None, is_proof: bool = False, paths: Iterable[Path] = ()
-    ) -> Evaluated:
+    def evaluate(self, branch: Branch, best: FoundPlan | None, is_proof: bool, paths: Iterable[Path]) -> Evaluated:
         """Evaluate a branch once more, all that it covers or its pipelines.
 
         Args:
@@ -355,12 +340,6 @@ def _is_much_closer(closer: Branch, branch: Branch) -> bool:
     """Whether a bound was raised so that others may be more promising, or to what is enough."""
     is_raised = closer.candidate.bound_s > branch.candidate.bound_s * (1 + RAISED)
     return is_raised or closer.likely_s != branch.likely_s
-
-
-def is_likely(branch: Branch, best: FoundPlan | None, expectations: Expectations) -> bool:
-    """Whether a pipeline's relaxation is known, it was not cut, and is expected to be faster than the best plan."""
-    is_solved = branch.likely_s > 0.0 and branch.is_by_itself and not branch.is_sought
-    return is_solved and (best is None or expectations.of(branch) < best.evaluation.time_s * (1 - LIKELY))
 
 
 def raised(known: FreeSeconds, branch: Branch) -> Branch:

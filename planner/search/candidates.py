@@ -170,7 +170,7 @@ class Branch:
             return max(self.candidate.bound_s, self.likely_s)
         if self.likely_s:
             return self.likely_s * self.doubt
-        return self.bound_s * self.doubt * (1 + (0.0 if self.pipeline is None else self.pipeline.bubble))
+        return self.bound_s * self.doubt * (1.0 if self.pipeline is None else self.pipeline.stretch)
 
 
 def begin(config: ParallelConfig, bound_s: float, doubt: float = 1.0) -> Branch:

@@ -55,8 +55,8 @@ class Evaluations:
         """Those that are under way."""
         return tuple(each.branch for each in self._under_way)
 
-    def begin(self, branch: Branch, best: FoundPlan | None, is_proof: bool = False) -> None:
-        """Begin to evaluate a branch once more, where this is the best plan known; rather for a proof if asked to."""
+    def begin(self, branch: Branch, best: FoundPlan | None, is_proof: bool) -> None:
+        """Begin to evaluate a branch once more, see :meth:`Evaluator.evaluate`, where this is the best plan known."""
         paths = None if branch.pipeline is None else self._paths.get(branch.pipeline)
         asked = branch, best, is_proof, () if paths is None else tuple(paths.found)
         process = self._place(branch.candidate.config)

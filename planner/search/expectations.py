@@ -22,6 +22,20 @@ FreeSeconds: TypeAlias = dict[ParallelConfig, dict[int, float]]
 (:attr:`ParallelConfig.any_micro_batches`), and by these.
 """
 
+LIKELY = 0.02
+"""A pipeline that is likely to be faster than the best plan by this part is cut before others are bounded closely."""
+DOUBT = 1.5
+"""So many times longer a step is expected where samples are too few for the ranks; see :func:`doubt_of`."""
+
+
+def doubt_of(config: ParallelConfig, batch: int, span: int) -> float:
+    """How many times longer than bounds say a step is expected: some where micro-batches have fewer samples than ranks
+    to share them, unless the last axis is within a node and there are enough for the others.
+    """
+    samples = max(1, batch) // config.mesh.micro_batches
+    ranks, last = config.mesh.size, config.mesh.sizes[-1]
+    return 1.0 if samples >= ranks or (last <= span and samples >= ranks // last) else DOUBT
+
 
 class Expectations:
     """Seconds that plans of branches are expected to take.
@@ -49,7 +63,7 @@ class Expectations:
         """Learn from a pipeline that was cut for its relaxation: its plan, or it had none faster than the ``best``."""
         assert cut.pipeline is not None
         found_s, held = min(cut.candidate.objective_s, best.evaluation.time_s), _Fullness.by(cut)
-        expected_s = max(cut.expected_s, cut.bound_s * (1.0 + cut.pipeline.bubble))
+        expected_s = max(cut.expected_s, cut.bound_s * cut.pipeline.stretch)
         excess = max(1.0, found_s / expected_s) if expected_s > 0.0 else 1.0
         self._excess[held] = min(excess, self._excess.get(held, math.inf))
 
@@ -62,6 +76,11 @@ class Expectations:
         more = config.mesh.micro_batches - branch.bounded_by.mesh.micro_batches
         added = self._added.get(config.any_micro_batches, self._usually_added) * more * self._share(config)
         return branch.expected_s * excess * (1.0 + added)
+
+    def is_likely(self, branch: Branch, best: FoundPlan | None) -> bool:
+        """Whether a pipeline's relaxation is known, it was not cut, and is expected to be faster than the best plan."""
+        is_solved = branch.likely_s > 0.0 and branch.is_by_itself and not branch.is_sought
+        return is_solved and (best is None or self.of(branch) < best.evaluation.time_s * (1 - LIKELY))
 
     def _share(self, config: ParallelConfig) -> float:
         """Ranks for each sample that there would be with one micro-batch."""

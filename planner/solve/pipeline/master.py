@@ -91,10 +91,12 @@ class Prices:
 @dataclass(frozen=True, eq=False)
 class MasterSolution:
     """What the program found: the step in seconds, how many blocks of each group run in which variant on which stage,
-    by how many limits memory is exceeded, the prices, and whether more paths would say no more.
+    by how many limits memory is exceeded, the prices, and whether more paths would say no more. ``path_s`` are seconds
+    of the longest path that it knows.
     """
 
     step_s: float
+    path_s: float
     shares: tuple[Floats, ...]
     over: float
     prices: Prices
@@ -241,35 +243,26 @@ class Master:
         for _ in range(rounds):
             self._add_paths()
             found = self._solved(near)
-            least_s = self._path_s
             if found.step_s > enough_s:
                 anywhere = found if near is None else self._solved()
                 if anywhere.step_s > enough_s:
                     return anywhere
-            seconds, is_settled = self._simulated(found, least_s)
-            is_boxed = near is not None
-            if seconds < near_s:
-                near, near_s = self._blocks_of(found.shares), seconds
-            if is_settled and is_boxed:  # far from there the step may be shorter, as far as is known
+            seconds, is_settled = self._simulated(found)
+            if is_settled and near is not None:  # far from there the step may be shorter, as far as is known
                 self._add_paths()
-                found = self._solved()
-                _, is_settled = self._simulated(found, self._path_s)
+                _, is_settled = self._simulated(self._solved())
             if is_settled:
                 break
+            if seconds < near_s:
+                near, near_s = self._blocks_of(found.shares), seconds
         self._add_paths()
         return replace(self._solved(), is_settled=is_settled)
 
-    @property
-    def _path_s(self) -> float:
-        """Seconds of the longest path that is known, by what was solved last."""
-        found: float = self._step.solution_value() * self._unit_s
-        return found
-
-    def _simulated(self, found: MasterSolution, path_s: float) -> tuple[float, bool]:
+    def _simulated(self, found: MasterSolution) -> tuple[float, bool]:
         """Seconds of the simulated schedule, and whether the longest path known was about as long, or none was new."""
         known = len(self.paths.found)
         seconds = self.paths.longest(self._times(found.shares), EACH)
-        return seconds, seconds <= path_s * (1 + CLOSE) or len(self.paths.found) == known
+        return seconds, seconds <= found.path_s * (1 + CLOSE) or len(self.paths.found) == known
 
     def _blocks_of(self, shares: Sequence[Floats]) -> Floats:
         """Blocks of all groups on each stage."""
@@ -328,7 +321,11 @@ class Master:
         bonus = np.array([max(0.0, row.dual_value()) for row in self._filled]) * self._unit_s
         prices = Prices(forward, backward, held, saved, bonus, room_s - float(bonus.sum()), send)
         return MasterSolution(
-            self._program.Objective().Value() * self._unit_s, shares, self._over.solution_value(), prices
+            self._program.Objective().Value() * self._unit_s,
+            self._step.solution_value() * self._unit_s,
+            shares,
+            self._over.solution_value(),
+            prices,
         )
 
     def _times(self, shares: Sequence[Floats]) -> Times:

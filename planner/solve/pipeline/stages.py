@@ -75,9 +75,9 @@ class Pipeline:
         return self.ranks * self.virtual_stages
 
     @property
-    def bubble(self) -> float:
-        """What ranks wait while it fills and empties, of what they work, if all stages take as long."""
-        return (self.ranks - 1) / (self.micro_batches * self.virtual_stages)
+    def stretch(self) -> float:
+        """How many times what ranks work a step takes while it fills and empties, too, if all stages take as long."""
+        return 1 + (self.ranks - 1) / (self.micro_batches * self.virtual_stages)
 
     @property
     def placed(self) -> tuple[int, ...]:

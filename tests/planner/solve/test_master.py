@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from planner.solve.pipeline.master import CLOSE, Master, Paths, Variant
-from planner.solve.pipeline.simulate import Times
 from planner.solve.pipeline.stages import Pipeline
 
 
@@ -26,12 +25,6 @@ def test_what_is_settled_is_about_the_simulated_schedule(seed: int) -> None:
         master.add(group, Variant(seconds, 2 * seconds, 0.0, 1e3, 1e3))
     found = master.solve(1e4, rounds=120)
     assert found.is_settled
-    forward, backward = np.zeros(pipeline.stages), np.zeros(pipeline.stages)
-    for variants, at, shares in zip(master.variants, master.allowed, found.shares, strict=True):
-        for variant, row in zip(variants, shares, strict=True):
-            forward[list(at)] += variant.forward_s * row
-            backward[list(at)] += variant.backward_s * row
-    times = Times(forward, backward / 2, backward / 2, np.zeros(pipeline.stages - 1))
     before = len(master.paths.found)
-    seconds = master.paths.longest(times, 1)
+    seconds = master.paths.longest(master._times(found.shares), 1)
     assert seconds <= found.step_s * (1 + 2 * CLOSE) or len(master.paths.found) == before
