@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
+from planner.analysis.pipeline.chain import Link
 from planner.analysis.pipeline.staged import QUICK, THOROUGH, enumerated, stage, ways_of
 from planner.formulation.decisions import DecisionGraph
 from planner.formulation.search_space import Space
@@ -290,11 +291,14 @@ class Evaluator:
         return replace(branch, candidate=candidate, met=found.choices, likely_s=likely_s), found.left
 
     def _cut(self, branch: Branch, best: FoundPlan | None, effort: int = QUICK) -> Branch:
-        """A pipeline cut for what solves its relaxation."""
-        before = time.monotonic()
+        """A pipeline cut for what solves its relaxation; where several solutions make the same chain, for one."""
+        before, tried = time.monotonic(), list[tuple[Link, ...]]()
         for choices in dict.fromkeys((*reversed(branch.met), *self._typical_choices(branch.candidate.config))):
-            branch = self._with_pipeline(branch, choices, best, effort)
-            best = better(best, branch)
+            links = self.context.links(self._space(branch), choices)
+            if links not in tried:
+                tried.append(links)
+                branch = self._with_pipeline(branch, choices, best, effort)
+                best = better(best, branch)
         if best is None:  # nothing fits so far
             space = self._space(branch).holding(branch.candidate.config.in_flight)
             light = lightest(space.problem(self.context.limit_bytes, self.context.levels.ends(space.folded)[1]))

@@ -43,6 +43,12 @@ QUICK, THOROUGH = 300, 3000
 """Effort for cuts that are one of many, and for the last; see :data:`planner.solve.pipeline.partition.EFFORT`."""
 TRIES = 8
 """So often a chain is cut anew with less memory when what works beside it did not fit."""
+MISSES = 1
+"""So often less is left free where nothing is found with so much."""
+CLOSE = 1e-3
+"""Part of a step by which a quick cut that fits may be slower than one that does not, and no other memory is tried; a
+thorough one by as much less as it may take longer.
+"""
 SAME = 1e-9
 """Part of a step by which a bound may be off for rounding."""
 ROOM = 0.01
@@ -220,17 +226,18 @@ def stage(
         if number >= BEST and (best is not None or cutoff_s < math.inf):
             break
         least_s = cutoff_s if best is None else best.step_s
-        once_s = _least_once_s(links, pipeline)
-        if bound_s(pipeline, chain) + once_s < least_s * (1 - SAME):
-            found = _cut(links, pipeline, limit_bytes, least_s - once_s, effort)
+        if bound_s(pipeline, chain) + _least_once_s(links, pipeline) < least_s * (1 - SAME):
+            found = _cut(links, pipeline, limit_bytes, least_s, effort)
             if found is not None and found.step_s < least_s:
                 best = found
     return best
 
 
 def _least_once_s(links: Sequence[Link], pipeline: Pipeline) -> float:
-    """Seconds once a step at least, of any cut; known of one stage."""
-    return max(map(sum, _once_s(links, pipeline, (0, len(links))))) if pipeline.stages == 1 else 0.0
+    """Seconds once a step at least, of any cut: those of all blocks, shared out evenly."""
+    reduce_s = math.fsum(float(link.reduce_s - link.hiding_s) for link in links)
+    others_s = math.fsum(float(link.gather_s + link.update_s) for link in links)
+    return (others_s + max(0.0, reduce_s)) / pipeline.ranks
 
 
 def _even_s(pipeline: Pipeline, chain: Chain) -> float:
@@ -264,27 +271,39 @@ def _cut(
 def _cut_so(
     links: Sequence[Link], pipeline: Pipeline, limit_bytes: int | None, cutoff_s: float, effort: int, prefetch: bool
 ) -> Staged | None:
-    """The same of those that gather parameters ahead, or do not."""
+    """The same of those that gather parameters ahead, or do not; what is left free is sought between too little, of
+    which the plan does not fit, and enough, or so much that there is none.
+    """
     chain, least = chain_of(links), min(min(link.working_bytes) for link in links)
+    until_s = cutoff_s - _least_once_s(links, pipeline)  # of the schedule alone
     beside = _Beside((*[least] * (pipeline.stages - 1), max(least, min(links[-1].working_bytes))))
     best: Staged | None = None
+    unfit: Staged | None = None
     too_little: _Beside | None = None
+    enough: _Beside | None = None
     followed: StageRuns = {}
+    misses = 0
     for _ in range(TRIES):
         room = None if limit_bytes is None else max(0, limit_bytes - beside.spare)
         try:
-            found = cut(pipeline, chain, room, cutoff_s if best is None else best.cut.step_s, effort, beside.working)
+            found = cut(pipeline, chain, room, until_s if best is None else best.cut.step_s, effort, beside.working)
         except InfeasibleError:
             found = None
         priced = None if found is None else price(links, pipeline, found, prefetch, followed)
-        if priced is None or limit_bytes is None or priced.peak_bytes <= limit_bytes:
-            best, enough = priced or best, beside
-            if best is None or limit_bytes is None or too_little is None or best.leaves_nothing(limit_bytes):
-                break
-            beside = too_little.halfway(enough)
+        if priced is not None and limit_bytes is not None and priced.peak_bytes > limit_bytes:
+            unfit, too_little = priced, beside
+            beside = beside.more(priced, limit_bytes) if enough is None else beside.halfway(enough)
         else:
-            too_little = beside
-            beside = beside.more(priced, limit_bytes) if best is None else beside.halfway(enough)
+            misses += priced is None and best is None
+            if priced is not None and (best is None or priced.step_s < best.step_s):
+                best = priced
+            if limit_bytes is None or too_little is None or misses > MISSES:
+                break
+            if best is not None and best.leaves_nothing(limit_bytes):
+                break
+            enough, beside = beside, too_little.halfway(beside)
+        if best is not None and unfit is not None and best.step_s <= unfit.step_s * (1 + CLOSE * QUICK / effort):
+            break
     return best
 
 
@@ -296,11 +315,17 @@ class _Beside:
     spare: int = 0
 
     def more(self, priced: Staged, limit_bytes: int) -> _Beside:
-        """So much that what did not fit of a cut would."""
+        """So much that what did not fit of a cut would: of stages whose backward did not, and of all where a rank did
+        not at another moment, of which the cut knows nothing.
+        """
         known = backward_bytes(priced.pipeline, chain_of(priced.links), priced.cut.bounds, priced.cut.savings)
         each = zip(priced.alive.backward_bytes, known, self.working, strict=True)
         working = tuple(max(had, size - known) if size > limit_bytes else had for size, known, had in each)
-        return _Beside(working, self.spare + (priced.peak_bytes - limit_bytes) * (working == self.working))
+        fullest = [*priced.cut.rank_bytes]
+        for rank, *parts in zip(priced.pipeline.placed, known, working, strict=True):
+            fullest[rank] = max(fullest[rank], sum(parts))
+        more = (size - fullest[rank] for rank, size in enumerate(priced.rank_bytes) if size > limit_bytes)
+        return _Beside(working, max(self.spare, *more))
 
     def halfway(self, other: _Beside) -> _Beside:
         """Between the two."""

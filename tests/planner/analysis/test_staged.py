@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from planner.analysis.pipeline import staged
 from planner.analysis.pipeline.chain import links_of
 from planner.analysis.pipeline.leaf_memory import Leaves
 from planner.analysis.pipeline.peak_report import peak_micro_batched
@@ -45,6 +46,7 @@ from tests.planner.search.test_search import chain
 @functools.cache
 def model(which: str) -> tuple[Graph, Folded, dict[str, Rule]]:
     graphs = {"residual": residual_mlp(layers=4, batch=16), "chain": chain(layers=5, batch=16), "tapped": tapped()}
+    graphs["tied"] = tied()
     graphs["deep"] = residual_mlp(layers=30, batch=4096)
     graph = graphs[which]
     return graph, fold(graph), rules_of(graph)
@@ -54,6 +56,17 @@ def tapped() -> Graph:
     """A model that also returns what its second layer makes."""
     graph = residual_mlp(layers=4, batch=16)
     return Graph(graph.nodes, (*graph.outputs, Ref("add1")))
+
+
+def tied() -> Graph:
+    """Layers in a row, the last of which has the weight of the first."""
+    b = Build()
+    value, weight = b.leaf("x", 64, 64), b.leaf("w", 64, 64, op="param")
+    tie = {"weight": weight, "bias": None}
+    value = b.call("first", "linear.default", 64, 64, path="first", input=value, **tie)
+    for number in range(4):
+        value = b.relu(f"relu{number}", b.linear(f"linear{number}", value, 64, f"layers.{number}"), f"layers.{number}")
+    return b.mean(b.call("last", "linear.default", 64, 64, path="last", input=value, **tie))
 
 
 def wide_first(width: int, layers: int) -> Graph:
@@ -266,6 +279,30 @@ def test_no_way_to_share_blocks_out_is_shorter_than_what_they_are_packed_into(wa
         assert packed.most == min(map(max, ways))
 
 
+@pytest.mark.parametrize("which", ["residual", "chain", "tapped", "tied"])
+def test_what_happens_once_a_step_is_never_less_than_its_share(which: str) -> None:
+    """So only cuts are looked for that take less than what is left of a step for it, and those are still found."""
+    rng, tight, found_again = random.Random(which), 0, 0
+    for stages, micro_batches in ((1, 1), (1, 4), (2, 4), (4, 4)):
+        space = space_of(which, random_cluster(rng, (2, 4)), stages, micro_batches, all=8 // stages)
+        for _, assignment in assignments(space, rng, 3):
+            links = links_of(assignment, named(space.folded))
+            for pipeline in pipelines_of(stages, micro_batches, len(links)):
+                least_s = staged._least_once_s(links, pipeline)
+                for _ in range(5):
+                    inner = sorted(rng.sample(range(1, len(links)), pipeline.stages - 1))
+                    once_s = max(map(sum, staged._once_s(links, pipeline, (0, *inner, len(links)))))
+                    assert 0.0 < least_s <= once_s * (1 + 1e-9)
+                    tight += least_s > 0.8 * once_s
+                for share in (1.0, 0.9, 0.8):
+                    limit_bytes = int(stage(links, [pipeline], None).peak_bytes * share)
+                    if (found := stage(links, [pipeline], limit_bytes)) is not None:
+                        again = stage(links, [pipeline], limit_bytes, found.step_s * (1 + 1e-6))
+                        assert again is not None and again.step_s <= found.step_s * (1 + 1e-6)
+                        found_again += 1
+    assert tight and found_again > 10
+
+
 def test_a_step_micro_batched_holds_less_and_starts_more() -> None:
     peaks = []
     for micro_batches in (1, 4, 16):
@@ -292,6 +329,22 @@ def test_a_schedule_that_holds_less_is_tried_where_faster_ones_do_not_fit() -> N
         assert fits[2] == (fits[0] or fits[1])
         alone += fits[0] and not fits[1]
     assert alone
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble", "zbv"])
+def test_a_little_less_memory_than_the_fastest_plan_needs_is_enough(schedule: str) -> None:
+    """Also of schedules that split backward, of which a cut knows no moment of a whole one."""
+    rng = random.Random(1)
+    space = space_of("deep", cluster(8), 2, 4, all=4)
+    for _, assignment in assignments(space, rng, 3):
+        links = links_of(assignment, named(space.folded))
+        for pipeline in pipelines_of(2, 4, len(links), (schedule,)):
+            free = stage(links, [pipeline], None)
+            for share in (0.97, 0.94, 0.9):
+                limit_bytes = int(free.peak_bytes * share)
+                found = stage(links, [pipeline], limit_bytes)
+                assert found is not None and found.peak_bytes <= limit_bytes
+                assert found.step_s < 1.2 * free.step_s
 
 
 def test_a_proof_splits_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:

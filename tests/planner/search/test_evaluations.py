@@ -11,7 +11,7 @@ import pytest
 
 from planner.formulation.constraints.pins import Pins
 from planner.formulation.training import Training
-from planner.search import branch_and_bound, process_pool
+from planner.search import branch_and_bound, candidate_evaluation, process_pool
 from planner.search.branch_and_bound import Searched
 from planner.search.candidate_evaluation import Evaluated, Evaluator
 from planner.search.candidates import Branch
@@ -220,3 +220,32 @@ def test_an_interrupt_ends_the_processes(
     monkeypatch.setattr(Evaluations, "next", interrupted)
     with pytest.raises(KeyboardInterrupt):
         searched()
+
+
+def test_no_chain_is_cut_twice_for_one_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several solutions of a relaxation may make the same chain."""
+    cut, links_of, stage = Evaluator._cut, SearchContext.links, candidate_evaluation.stage
+    chains, cuts, skipped = list[object](), list[object](), 0
+
+    def counted(self: Evaluator, *args: Any) -> Branch:
+        nonlocal skipped
+        chains.clear(), cuts.clear()
+        found = cut(self, *args)
+        assert all(each not in cuts[:number] for number, each in enumerate(cuts))
+        skipped += len({id(each) for each in chains}) > len(cuts)
+        return found
+
+    def looked_up(self: SearchContext, *args: Any) -> Any:
+        chains.append(links_of(self, *args))
+        return chains[-1]
+
+    def staged(links: object, *args: Any) -> Any:
+        cuts.append(links)
+        return stage(links, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Evaluator, "_cut", counted)
+    monkeypatch.setattr(SearchContext, "links", looked_up)
+    monkeypatch.setattr(candidate_evaluation, "stage", staged)
+    monkeypatch.setattr(process_pool, "cores", lambda: 1)
+    searched()
+    assert skipped

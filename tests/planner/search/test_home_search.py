@@ -15,7 +15,7 @@ from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, Search, describe
 from planner.plan.rebinding.rebind import rebind
 from planner.search.branch_and_bound import Searched
-from planner.search.search import search
+from planner.search.search import TIME_LIMIT_S, search
 from tests.planner.plans import WHOLE, residual_mlp, unwrapped
 
 
@@ -23,8 +23,10 @@ def on(devices: int, memory: int | str, host: str | None = None, disk: str | Non
     return ClusterSpec.local(devices, memory, cores=2, host_memory_bytes=host, disk_bytes=disk)
 
 
-def planned(graph: Graph, spec: ClusterSpec, pin: dict[str, Any] | None = None) -> Searched:
-    return search(graph, spec, Pins.parse(pin), Training())
+def planned(
+    graph: Graph, spec: ClusterSpec, pin: dict[str, Any] | None = None, time_limit_s: float = TIME_LIMIT_S
+) -> Searched:
+    return search(graph, spec, Pins.parse(pin), Training(), time_limit_s=time_limit_s)
 
 
 def refused(graph: Graph, spec: ClusterSpec, pin: dict[str, Any]) -> str:
@@ -83,7 +85,7 @@ def test_where_memory_is_ample_the_device_is_proved_to_be_fastest() -> None:
 def test_the_host_is_home_where_that_is_faster_too() -> None:
     """On the device the batch has to be cut into micro-batches; without model data there it need not."""
     graph, spec = residual_mlp(layers=4, width=64, batch=512), on(1, "3 MiB", host="1 GiB")
-    on_device, found = planned(graph, spec, {"offload": "none"}), planned(graph, spec)
+    on_device, found = planned(graph, spec, {"offload": "none"}), planned(graph, spec, time_limit_s=60.0)
     assert on_device.best.config.mesh.micro_batches > 1 and found.best.config.mesh.micro_batches == 1
     assert document(found).offload == "auto" and not found.left_out
     assert found.bound_s <= on_device.bound_s and found.planned_step_s < 0.7 * on_device.planned_step_s
