@@ -59,6 +59,9 @@ NEAR = 2.0
 """
 BESIDE = 1.0
 """Pipelines at most so many doublings from the best plan's are evaluated before any."""
+SQUEEZED = 1.5
+"""Until a plan is known, pipelines that memory makes so many times as long as others are expected to be wait for those.
+"""
 
 SETTLED = 40
 """After so many evaluations without a better plan most are for the proof."""
@@ -290,7 +293,7 @@ def _best_first(
         is_settled = since > SETTLED
         ahead = 1 if best is None else AHEAD_OF_PROOF if is_settled else AHEAD
         while waiting and len(under_way.branches) < ahead:
-            chosen = _of_turn(waiting, next(turns), best, expectations, is_settled)
+            chosen, is_proof = _of_turn(waiting, next(turns), best, expectations, is_settled)
             branch = min(chosen, key=lambda branch: _priority(branch, first, larger, likely_s, best, expectations))
             others = _packed_alike(branch, waiting) if is_settled else []
             begun = {id(each) for each in (branch, *others)}
@@ -301,7 +304,7 @@ def _best_first(
                 continue
             if branch.pipeline is None:
                 context.say(f"mesh {branch.candidate.config}")
-            under_way.begin(branch, best, is_settled)
+            under_way.begin(branch, best, is_proof)
         since += 1
         evaluated = under_way.next() if under_way.branches else ()
         expectations.learn_work(under_way.free_s)
@@ -331,22 +334,26 @@ def _best_first(
 
 def _of_turn(
     waiting: list[Branch], turn: int, best: FoundPlan | None, expectations: Expectations, is_settled: bool
-) -> list[Branch]:
-    """Those of which one is evaluated next: configurations that were not begun, pipelines that are likely to be faster,
-    and other pipelines take turns, and what was cut comes last; with the one of least bound, which decides how much is
-    proved, once the best plan is settled.
+) -> tuple[list[Branch], bool]:
+    """Those of which one is evaluated next, and whether for the proof: configurations that were not begun, pipelines
+    that are likely to be faster, and other pipelines take turns, and what was cut comes last; with the one of least
+    bound, which decides how much is proved, once the best plan is settled.
     """
     if is_settled:
         turn, of_proof = divmod(turn, OF_PROOF)
         least = min(waiting, key=lambda branch: branch.bound_s)
         if of_proof and not least.is_priced:
-            return [least]
+            return [least], True
     kinds: tuple[list[Branch], ...] = [], [], []
     for branch in waiting:
         if not branch.is_sought:
             kinds[0 if branch.pipeline is None else 1 + (not expectations.is_likely(branch, best))].append(branch)
     in_turn = (kinds[(turn + more) % len(kinds)] for more in range(len(kinds)))
-    return next((each for each in in_turn if each), waiting)
+    chosen = next((each for each in in_turn if each), waiting)
+    if best is None and chosen[0].pipeline is not None:
+        enough_s = SQUEEZED * min(expectations.of(branch) for branch in chosen)
+        chosen = [each for each in chosen if each.candidate.proof == "work" or expectations.of(each) <= enough_s]
+    return chosen, False
 
 
 def _packed_alike(branch: Branch, waiting: list[Branch]) -> list[Branch]:

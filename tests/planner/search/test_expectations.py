@@ -9,6 +9,7 @@ import pytest
 
 from planner.formulation.unsharding import PER_MICRO_BATCH, PER_STEP, Unsharding
 from planner.ir.layout import Mesh
+from planner.search.branch_and_bound import _of_turn
 from planner.search.candidates import Branch, FoundPlan, begin
 from planner.search.expectations import Expectations
 from planner.search.parallel_config import ParallelConfig
@@ -74,3 +75,28 @@ def test_the_best_schedule_says_how_much_it_is() -> None:
     candidate = replace(cut.candidate, objective_s=cut.expected_s)  # it takes what was expected
     expectations.learn_excess(replace(cut, candidate=candidate), best)
     assert expectations.of(cut) == cut.expected_s
+
+
+def test_until_a_plan_is_known_pipelines_far_behind_others_wait() -> None:
+    """Where one schedule of a mesh does not fit, others of it hardly do, and cutting each takes time."""
+    near, far, unbegun = branch(config(4, 8, 16)), branch(config(2, 8, 16), bound_s=18.0), begin(config(8, 8, 16), 1.0)
+    far, slow = (replace(far, candidate=replace(far.candidate, proof=proof)) for proof in ("packing", "work"))
+    waiting, expectations = [far, near, slow, unbegun], Expectations(BATCH)
+
+    def chosen(turn: int, best: FoundPlan | None) -> list[Branch]:
+        return _of_turn(waiting, turn, best, expectations, is_settled=False)[0]
+
+    assert chosen(0, None) == chosen(0, found_of(config(2, 8, 16), 20.0)) == [unbegun]
+    assert chosen(1, None) == chosen(2, None) == [near, slow]  # what is slow by its work alone may fit
+    assert chosen(2, found_of(config(2, 8, 16), 20.0)) == [far, near, slow]
+
+
+def test_once_the_best_plan_is_settled_three_of_four_are_for_the_proof() -> None:
+    lowest, other = branch(config(4, 8, 16), bound_s=10.0), branch(config(2, 8, 16), bound_s=11.0)
+    best, expectations = found_of(config(2, 8, 16), 20.0), Expectations(BATCH)
+    turns = [_of_turn([other, lowest], turn, best, expectations, is_settled=True) for turn in range(8)]
+    assert [is_proof for _, is_proof in turns] == 2 * [False, True, True, True]
+    assert all(chosen == [lowest] for chosen, is_proof in turns if is_proof)
+    assert all(other in chosen for chosen, is_proof in turns if not is_proof)
+    priced = [replace(each, is_priced=True) for each in (other, lowest)]
+    assert not any(_of_turn(priced, turn, best, expectations, is_settled=True)[1] for turn in range(8))
