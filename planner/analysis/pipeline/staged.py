@@ -43,8 +43,6 @@ QUICK, THOROUGH = 300, 3000
 """Effort for cuts that are one of many, and for the last; see :data:`planner.solve.pipeline.partition.EFFORT`."""
 TRIES = 8
 """So often a chain is cut anew with less memory when what works beside it did not fit."""
-MISSES = 1
-"""So often less is left free where nothing is found with so much."""
 CLOSE = 1e-3
 """Part of a step by which a quick cut that fits may be slower than one that does not, and no other memory is tried; a
 thorough one by as much less as it may take longer.
@@ -226,8 +224,9 @@ def stage(
         if number >= BEST and (best is not None or cutoff_s < math.inf):
             break
         least_s = cutoff_s if best is None else best.step_s
-        if bound_s(pipeline, chain) + _least_once_s(links, pipeline) < least_s * (1 - SAME):
-            found = _cut(links, pipeline, limit_bytes, least_s, effort)
+        once_s = _least_once_s(links, pipeline)
+        if bound_s(pipeline, chain) + once_s < least_s * (1 - SAME):
+            found = _cut(links, pipeline, limit_bytes, least_s - once_s, effort)
             if found is not None and found.step_s < least_s:
                 best = found
     return best
@@ -260,6 +259,9 @@ def _cut(
 ) -> Staged | None:
     """The best cut of a chain that fits with what works beside it: one that gathers parameters ahead, or where there is
     none, whatever it takes, one that waits for them.
+
+    Args:
+        cutoff_s: of the schedule, without what happens once a step.
     """
     for prefetch in _prefetches(links):
         found = _cut_so(links, pipeline, limit_bytes, cutoff_s, effort, prefetch)
@@ -271,22 +273,19 @@ def _cut(
 def _cut_so(
     links: Sequence[Link], pipeline: Pipeline, limit_bytes: int | None, cutoff_s: float, effort: int, prefetch: bool
 ) -> Staged | None:
-    """The same of those that gather parameters ahead, or do not; what is left free is sought between too little, of
-    which the plan does not fit, and enough, or so much that there is none.
+    """The same of those that gather parameters ahead, or do not; what is left free is sought between too little, with
+    which a cut does not fit, and enough, or once so much that none is found.
     """
     chain, least = chain_of(links), min(min(link.working_bytes) for link in links)
-    until_s = cutoff_s - _least_once_s(links, pipeline)  # of the schedule alone
-    beside = _Beside((*[least] * (pipeline.stages - 1), max(least, min(links[-1].working_bytes))))
+    beside = too_little = _Beside((*[least] * (pipeline.stages - 1), max(least, min(links[-1].working_bytes))))
     best: Staged | None = None
     unfit: Staged | None = None
-    too_little: _Beside | None = None
     enough: _Beside | None = None
     followed: StageRuns = {}
-    misses = 0
     for _ in range(TRIES):
         room = None if limit_bytes is None else max(0, limit_bytes - beside.spare)
         try:
-            found = cut(pipeline, chain, room, until_s if best is None else best.cut.step_s, effort, beside.working)
+            found = cut(pipeline, chain, room, cutoff_s if best is None else best.cut.step_s, effort, beside.working)
         except InfeasibleError:
             found = None
         priced = None if found is None else price(links, pipeline, found, prefetch, followed)
@@ -294,12 +293,12 @@ def _cut_so(
             unfit, too_little = priced, beside
             beside = beside.more(priced, limit_bytes) if enough is None else beside.halfway(enough)
         else:
-            misses += priced is None and best is None
             if priced is not None and (best is None or priced.step_s < best.step_s):
                 best = priced
-            if limit_bytes is None or too_little is None or misses > MISSES:
+            if limit_bytes is None or unfit is None:
                 break
-            if best is not None and best.leaves_nothing(limit_bytes):
+            was_missed = best is None and enough is not None
+            if was_missed or (best is not None and best.leaves_nothing(limit_bytes)):
                 break
             enough, beside = beside, too_little.halfway(beside)
         if best is not None and unfit is not None and best.step_s <= unfit.step_s * (1 + CLOSE * QUICK / effort):

@@ -333,7 +333,6 @@ def test_a_schedule_that_holds_less_is_tried_where_faster_ones_do_not_fit() -> N
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble", "zbv"])
 def test_a_little_less_memory_than_the_fastest_plan_needs_is_enough(schedule: str) -> None:
-    """Also of schedules that split backward, of which a cut knows no moment of a whole one."""
     rng = random.Random(1)
     space = space_of("deep", cluster(8), 2, 4, all=4)
     for _, assignment in assignments(space, rng, 3):
@@ -345,6 +344,20 @@ def test_a_little_less_memory_than_the_fastest_plan_needs_is_enough(schedule: st
                 found = stage(links, [pipeline], limit_bytes)
                 assert found is not None and found.peak_bytes <= limit_bytes
                 assert found.step_s < 1.2 * free.step_s
+
+
+def test_what_a_schedule_that_splits_backward_lacks_is_left_free() -> None:
+    """A cut knows no moment of it at which a whole backward runs, but what its ranks hold."""
+    rng, found = random.Random(1), 0
+    space = space_of("residual", cluster(8), 2, 1, all=4)
+    for _, assignment in assignments(space, rng, 6):
+        links = links_of(assignment, named(space.folded))
+        for pipeline in pipelines_of(2, 1, len(links), ("zero_bubble",)):
+            limit_bytes = int(stage(links, [pipeline], None).peak_bytes * 0.95)
+            if (fitting := stage(links, [pipeline], limit_bytes)) is not None:
+                assert fitting.peak_bytes <= limit_bytes
+                found += 1
+    assert found >= 6
 
 
 def test_a_proof_splits_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:

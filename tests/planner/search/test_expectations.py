@@ -94,9 +94,9 @@ def test_until_a_plan_is_known_pipelines_far_behind_others_wait() -> None:
 def test_once_the_best_plan_is_settled_three_of_four_are_for_the_proof() -> None:
     lowest, other = branch(config(4, 8, 16), bound_s=10.0), branch(config(2, 8, 16), bound_s=11.0)
     best, expectations = found_of(config(2, 8, 16), 20.0), Expectations(BATCH)
-    turns = [_of_turn([other, lowest], turn, best, expectations, is_settled=True) for turn in range(8)]
-    assert [is_proof for _, is_proof in turns] == 2 * [False, True, True, True]
-    assert all(chosen == [lowest] for chosen, is_proof in turns if is_proof)
-    assert all(other in chosen for chosen, is_proof in turns if not is_proof)
+    evaluated = [_of_turn([other, lowest], number, best, expectations, is_settled=True) for number in range(8)]
+    assert [is_proof for _, is_proof in evaluated] == 2 * [False, True, True, True]
+    assert all(branches == [lowest] for branches, is_proof in evaluated if is_proof)
+    assert all(other in branches for branches, is_proof in evaluated if not is_proof)
     priced = [replace(each, is_priced=True) for each in (other, lowest)]
-    assert not any(_of_turn(priced, turn, best, expectations, is_settled=True)[1] for turn in range(8))
+    assert not any(_of_turn(priced, number, best, expectations, is_settled=True)[1] for number in range(8))
