@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -25,8 +25,10 @@ from planner.solve.problem import Floats, Ints
 ENTRIES = 200_000
 """Entries of a table at most, unless it is said; a larger one is split, which leaves a lower bound."""
 
-KEPT = 2_000_000
-"""Entries of all weights' tables at most for which memory is kept."""
+KEPT = 1_000_000
+"""Entries of a table, of all weights, at most for which memory is kept; the minima of a larger one are found part by
+part, since a system takes longer to give so much memory than the sums take.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +100,9 @@ def least_of_each(
     messages: list[Floats] = []
     shifts: dict[int, Floats] = {}
     for group in tree.by_vertex:
+        if len(group) == 1 and math.prod(shape := _shape(tree, group[0], singles)) > KEPT:
+            messages.append(_minima(tree, group[0], singles, pairs, messages, shape))
+            continue
         found = [_table(tree, n, singles, pairs, messages, slot) for slot, n in enumerate(group)]
         if len(group) > 1:
             agreed = _agreed(found)
@@ -209,14 +214,67 @@ def _table(
     slot: int,
 ) -> Floats:
     """A cluster's table, axes ``(weights, vertex, *separator)``, in a slot of :data:`_BUFFERS`."""
+    into = _BUFFERS.of(slot, _shape(tree, number, singles))
+    return _added(_summands(tree, number, singles, pairs, messages), into)
+
+
+def _minima(
+    tree: Tree,
+    number: int,
+    singles: Sequence[Floats],
+    pairs: Mapping[tuple[int, int], Floats],
+    messages: Sequence[Floats],
+    shape: tuple[int, ...],
+) -> Floats:
+    """Those of a cluster's table over its vertex, axes ``(weights, *separator)``, part by part."""
+    summands = [*_summands(tree, number, singles, pairs, messages)]
+    found = np.empty((shape[0], *shape[2:]))
+    for part in _parts(shape):
+        within = [
+            each[tuple(np.s_[:] if size == 1 else at for size, at in zip(each.shape, part, strict=True))]
+            for each in summands
+        ]
+        least = found[(part[0], *part[2:])]
+        _added(within, _BUFFERS.of(0, (len(least), shape[1], *least.shape[1:]))).min(axis=1, out=least)
+    return found
+
+
+def _parts(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Parts of a table that are whole along its second axis, of :data:`KEPT` entries at most where that may be."""
+    steps, left = [*shape], math.prod(shape)
+    for axis in (0, *range(2, len(shape))):
+        left //= shape[axis]
+        steps[axis] = min(shape[axis], max(1, KEPT // left))
+    starts = (range(0, size, step) for size, step in zip(shape, steps, strict=True))
+    for at in itertools.product(*starts):
+        yield tuple(slice(start, start + step) for start, step in zip(at, steps, strict=True))
+
+
+def _shape(tree: Tree, number: int, singles: Sequence[Floats]) -> tuple[int, ...]:
+    """That of a cluster's table."""
+    cluster = tree.clusters[number]
+    return len(singles[0]), singles[cluster.vertex].shape[1], *(singles[u].shape[1] for u in cluster.separator)
+
+
+def _summands(
+    tree: Tree,
+    number: int,
+    singles: Sequence[Floats],
+    pairs: Mapping[tuple[int, int], Floats],
+    messages: Sequence[Floats],
+) -> Iterator[Floats]:
+    """What a cluster's table adds up, with an axis of length one for each vertex on which that does not depend."""
     cluster = tree.clusters[number]
     scope = (cluster.vertex, *cluster.separator)
-    into = _BUFFERS.of(slot, (len(singles[0]), *(singles[u].shape[1] for u in scope)))
+    return (_aligned(each.of(singles, pairs, messages), each.scope, scope) for each in tree.summands[number])
+
+
+def _added(summands: Iterable[Floats], into: Floats) -> Floats:
+    """Their sum."""
     found, size = np.zeros((1,) * into.ndim), into.size
-    for summand in tree.summands[number]:
-        table = _aligned(summand.of(singles, pairs, messages), summand.scope, scope)
-        is_whole = found.size == size or math.prod(map(max, found.shape, table.shape)) == size
-        found = np.add(found, table, out=into if is_whole else None)
+    for summand in summands:
+        is_whole = found.size == size or math.prod(map(max, found.shape, summand.shape)) == size
+        found = np.add(found, summand, out=into if is_whole else None)
     return found
 
 

@@ -59,8 +59,10 @@ BEYOND = 0.1
 """Part of a step by which a cut may be slower than is wanted that others are made of by moving blocks."""
 OFFER = 4
 """Nodes of the tree that looking at a cut counts as, of :data:`MOST_BLOCKS` at most."""
-MOVE = 0.02
-"""Nodes of the tree that looking for a block to move counts as."""
+EACH = 3
+"""Effort for each cut that is looked at for a block to move."""
+MOVES = 10
+"""So many times the effort may go into moving blocks: usually nothing helps any more after a part of that."""
 PATHS = 60
 """Paths by which cuts are refused before they are simulated: the last ones."""
 FRONT = 400
@@ -275,6 +277,16 @@ class _Work:
         times = Times(forward, backward, weight, self.sends[np.array(bounds[1:-1], dtype=int) - 1])
         return times, np.add.reduceat(self.held, starts, axis=1), np.add.reduceat(self.saved[which], starts)
 
+    def totals_at(self, bounds: tuple[int, ...], points: list[int]) -> tuple[Times, Floats, Floats]:
+        """The same of stages that save as points of their fronts say."""
+        starts = list(bounds[:-1])
+        forward, backward, weight = np.add.reduceat(self.parts, starts, axis=1)
+        fronts = [self.front(i, j) for i, j in pairwise(bounds)]
+        seconds = np.array([front.seconds[point] for front, point in zip(fronts, points, strict=True)])
+        saved = np.array([front.saved[point] for front, point in zip(fronts, points, strict=True)])
+        times = Times(forward, backward + seconds, weight, self.sends[np.array(bounds[1:-1], dtype=int) - 1])
+        return times, np.add.reduceat(self.held, starts, axis=1), saved
+
     def over(self, held: Floats, saved: Floats) -> Floats:
         """Bytes over the limit by memory row."""
         over: Floats = np.tensordot(self.holds, held, 2) + self.keeps @ saved - self.limits
@@ -440,7 +452,7 @@ class _Found:
         self.excess_bytes: int = 0
         self.least_excess = math.inf
         self.spent = 0.0
-        self._paths: list[Floats] = []
+        self.paths: list[Floats] = []
 
     @property
     def step_s(self) -> float:
@@ -448,23 +460,35 @@ class _Found:
         return min(self.best_s, self.cutoff_s)
 
     def offer(self, work: _Work, bounds: tuple[int, ...], savings: tuple[int, ...]) -> None:
-        """Take a cut that fits and is better. Simulated is only what no known path proves slower."""
-        times, held, saved = work.totals(bounds, savings)
+        """Take a cut that fits and is better."""
+        if self._is_better(work, *work.totals(bounds, savings)):
+            self.cut = bounds, savings
+
+    def offer_points(self, work: _Work, bounds: tuple[int, ...], points: list[int]) -> None:
+        """The same of a cut whose stages save as points of their fronts say."""
+        if self._is_better(work, *work.totals_at(bounds, points)):
+            self.cut = bounds, _spelled(work, bounds, points)
+
+    def _is_better(self, work: _Work, times: Times, held: Floats, saved: Floats) -> bool:
+        """Whether a cut that takes and holds so much fits and is better than what is known from then on. Simulated is
+        only what no known path proves slower.
+        """
         self.spent += OFFER * max(1.0, work.size / MOST_BLOCKS)
         over = float(work.over(held, saved).max(initial=-math.inf))
         if over > 0:
             if over < self.least_excess:
                 self.least_excess, self.excess_bytes = over, math.ceil(over)
-            return
+            return False
         flat = np.concatenate([times.forward_s, times.input_s, times.weight_s, times.send_s])
-        if self._paths and float((np.stack(self._paths) @ flat).max()) >= self.best_s * (1 - TIE):
-            return
+        if self.paths and float((np.stack(self.paths) @ flat).max()) >= self.best_s * (1 - TIE):
+            return False
         p = work.pipeline
         self.spent += _cost(p)
         seconds, path = critical(p.schedule, p.ranks, p.micro_batches, p.virtual_stages, times)
-        if seconds < self.best_s * (1 - TIE):
-            self.best_s, self.cut = seconds, (bounds, savings)
-        self._paths = [*self._paths[-PATHS:], np.append(path.work.ravel(), path.sends)]
+        self.paths = [*self.paths[-PATHS:], np.append(path.work.ravel(), path.sends)]
+        is_better = seconds < self.best_s * (1 - TIE)
+        self.best_s = seconds if is_better else self.best_s
+        return is_better
 
 
 @dataclass(frozen=True, eq=False)
@@ -723,29 +747,54 @@ def _flat(work: _Work, found: _Found, planes: _Planes, recomputed: Floats, throu
 
 
 def _improve(work: _Work, found: _Found) -> None:
-    """Take a block from one stage and give another one, all between moving along, as long as that helps."""
-    p = work.pipeline
-    until, moved = found.spent + work.effort, found.cut is not None
-    stages = np.arange(work.stages)
+    """Take a block from one stage and give another one, all between moving along, as long as that helps; first where
+    the paths that are known say that the step gets shortest, with the same recomputation, and only where it does.
+    """
+    until, moved = found.spent + MOVES * work.effort, found.cut is not None
     while moved and found.cut is not None:
-        moved, (bounds, savings) = False, found.cut
-        times, _, _ = work.totals(bounds, savings)
-        busy = np.bincount(work.home, times.work_s, p.ranks)[list(work.home)]
-        gains = busy[:, None] - busy[None, :]
-        gains[stages, stages] = -math.inf
-        for pair in np.argsort(-gains, axis=None, kind="stable")[: int((gains >= 0).sum())].tolist():
-            giver, taker = divmod(pair, work.stages)
-            found.spent += MOVE
-            if found.spent > until:
-                return
-            shifted = np.array(bounds, dtype=np.int64)
-            shifted[min(giver, taker) + 1 : max(giver, taker) + 1] += 1 if giver > taker else -1
-            if work.allows(shifted):
-                best = found.best_s
-                _offer_around(work, found, tuple(shifted.tolist()), None)
-                if found.best_s < best:
+        moved, best_s, tries = False, found.best_s, work.effort // EACH
+        for step_s, bounds in _moves(work, found, *found.cut):
+            if step_s >= best_s * (1 - TIE) or found.spent > until or not tries:
+                break
+            if work.allows(bounds):
+                tries -= 1
+                _offer_around(work, found, tuple(bounds.tolist()), None)
+                if found.best_s < best_s:
                     moved = True
                     break
+
+
+def _moves(
+    work: _Work, found: _Found, bounds: tuple[int, ...], savings: tuple[int, ...]
+) -> Iterator[tuple[float, Ints]]:
+    """Cuts with one block taken from a stage and given to another, by how long the longest of the known paths is then
+    if all stages recompute as much as before; shortest first.
+    """
+    times, _, _ = work.totals(bounds, savings)
+    stages, inner = work.stages, np.array(bounds[1:-1], dtype=np.int64)
+    paths = np.stack(found.paths)
+    counts, sends = paths[:, : 3 * stages].reshape(len(paths), 3, stages), paths[:, 3 * stages :]
+    fewer = counts[:, :, 1:] - counts[:, :, :-1]  # by how much what comes to the later of two stages counts more there
+
+    def longer(blocks: Ints, ends: Ints, turned: int) -> Floats:
+        """[path, stage]: seconds by which paths are longer if each end before a stage is another one."""
+        ended = np.minimum(ends, work.size - 1)
+        moved = turned * np.einsum("kpb,pb->kb", fewer, work.parts[:, blocks])
+        moved += sends * (work.sends[ended - 1] - work.sends[inner - 1])
+        return np.concatenate([np.zeros((len(paths), 1)), np.cumsum(moved, axis=1)], axis=1)
+
+    later, sooner = longer(inner - 1, inner - 1, 1), longer(np.minimum(inner, work.size - 1), inner + 1, -1)
+    giver, taker = np.divmod(np.arange(stages * stages), stages)
+    is_later = giver < taker
+    more = np.where(is_later, later[:, taker] - later[:, giver], sooner[:, giver] - sooner[:, taker])
+    now = paths @ np.concatenate([times.forward_s, times.input_s, times.weight_s, times.send_s])
+    step_s = (now[:, None] + more).max(axis=0)
+    for pair in np.argsort(step_s, kind="stable").tolist():
+        one, other = sorted((giver[pair], taker[pair]))
+        shifted = np.array(bounds, dtype=np.int64)
+        shifted[one + 1 : other + 1] += -1 if is_later[pair] else 1
+        if one != other:
+            yield float(step_s[pair]), shifted
 
 
 def _cost(p: Pipeline) -> float:
@@ -762,7 +811,7 @@ def _offer_around(work: _Work, found: _Found, bounds: tuple[int, ...], savings: 
         return
     if savings is not None and not work.alone:
         found.offer(work, bounds, savings)
-    found.offer(work, bounds, _spelled(work, bounds, points))
+    found.offer_points(work, bounds, points)
 
 
 def _spelled(work: _Work, bounds: tuple[int, ...], points: list[int]) -> tuple[int, ...]:
@@ -821,7 +870,7 @@ def _tree(work: _Work, planes: _Planes, found: _Found) -> float:
                 continue
             if child.stage == work.stages:
                 bounds, points = child.cut()
-                found.offer(work, bounds, _spelled(work, bounds, points))
+                found.offer_points(work, bounds, points)
             else:
                 heapq.heappush(heap, (value, -child.stage, next(tick), child))
     return found.step_s

@@ -133,6 +133,37 @@ def test_more_effort_proves_more() -> None:
     assert first.bound_s <= second.step_s <= first.step_s
 
 
+@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("seed", range(3))
+def test_what_known_paths_say_of_a_block_that_moves_is_how_long_they_are_then(name: str, seed: int) -> None:
+    rng, ranks = np.random.default_rng(seed), 3
+    pipeline = Pipeline(name, ranks, 6, VIRTUAL_STAGES[name][0])
+    work = partition._Work(pipeline, random_chain(rng, 11, 1), None, 100, (0,) * pipeline.stages)
+    found, bounds, savings = partition._Found(math.inf), (0, *range(2, 1 + pipeline.stages), 11), (0,) * 11
+    for other in (bounds, (*range(pipeline.stages), 11)):
+        found.offer(work, other, savings)
+    moves = [(step_s, tuple(each.tolist())) for step_s, each in partition._moves(work, found, bounds, savings)]
+    stages = range(pipeline.stages)
+    sizes = {tuple(int(k == taker) - int(k == giver) for k in stages) for giver, taker in product(stages, repeat=2)}
+    assert {tuple(np.diff(each) - np.diff(bounds)) for _, each in moves} == sizes - {(0,) * len(stages)}
+    assert [step_s for step_s, _ in moves] == sorted(step_s for step_s, _ in moves)
+    for step_s, each in moves:
+        if (np.diff(each) > 0).all():
+            times, _, _ = work.totals(each, savings)
+            flat = np.concatenate([times.forward_s, times.input_s, times.weight_s, times.send_s])
+            assert step_s == pytest.approx(max(float(path @ flat) for path in found.paths))
+
+
+def test_a_cut_is_bettered_until_no_block_that_moves_helps_with_little_effort() -> None:
+    """Sixteen stages on two ranks: what moving blocks finds is the same as with ten times the effort."""
+    rng = np.random.default_rng(0)
+    pipeline = Pipeline("interleaved_1f1b", 2, 32, 8)
+    chain = random_chain(rng, 34, 1)
+    little, much = (cut(pipeline, chain, effort=effort) for effort in (300, 3000))
+    assert little is not None and much is not None
+    assert little.step_s <= much.step_s * 1.001
+
+
 def test_a_cut_by_hand() -> None:
     """1f1b on two ranks, four micro-batches; rank 0 holds two of them, rank 1 one."""
     chain = [

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.solve.choices import under_many
 from planner.solve.choices.under_many import in_order, least_of_each, least_with_choices
 from planner.solve.problem import Floats
 
@@ -52,6 +53,19 @@ def test_nothing_costs_less_than_bounds_say_whether_tables_are_split_or_not(
         if least.tree.exact:
             assert bounds == pytest.approx(costs)
             assert every[tuple(map(int, least.assignment(k)))] == pytest.approx(costs[0])
+
+
+@given(**PROBLEMS, kept=st.sampled_from([1, 2, 7]))
+def test_tables_that_are_too_large_to_be_kept_are_made_part_by_part(
+    seed: int, sizes: list[int], density: float, forbidden: float, kept: int
+) -> None:
+    singles, pairs = problem(seed, sizes, density, forbidden)
+    whole = least_of_each(singles, pairs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(under_many, "KEPT", kept)
+        found = least_of_each(singles, pairs)
+    assert all(np.array_equal(one, other) for one, other in zip(found.messages, whole.messages, strict=True))
+    assert np.array_equal(found.bounds, whole.bounds)
 
 
 @given(**PROBLEMS)
