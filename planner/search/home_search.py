@@ -28,7 +28,7 @@ NOT_PROVED = "a proof for plans with model data elsewhere than on the device, of
 """What a plan on the device leaves out where others may be faster."""
 AGAIN = 0.25
 """Part of the time limit that a search with another home has, however long the one before took; where a plan fits on
-the device, if so much of it is left.
+the device, so much of what is left of it.
 """
 
 
@@ -53,7 +53,7 @@ def search_homes(context: SearchContext, graph: Graph, plan: Callable[..., Searc
             refused = error
         else:
             may_be_faster = elsewhere and not (fits_whole(graph, context) and _updates_sooner(found))
-            return _or_on_host(context, plan, found, AGAIN * limit_s) if may_be_faster else found
+            return _or_on_host(context, plan, found) if may_be_faster else found
     for home in elsewhere:
         context.say(f"nothing fits with all model data on the device: trying 'offload' {home!r}")
         with contextlib.suppress(InfeasibleError):
@@ -74,12 +74,13 @@ def _elsewhere(cluster: ClusterSpec, pins: Pins) -> list[Offload]:
     return ["auto"] if cluster.disk is None else ["auto", "disk"]
 
 
-def _or_on_host(context: SearchContext, plan: Callable[..., Searched], on_device: Searched, most_s: float) -> Searched:
+def _or_on_host(context: SearchContext, plan: Callable[..., Searched], on_device: Searched) -> Searched:
     """The plan on the device, or one with model data on the host that is faster by more than the gap, sought for a few
     seconds where there is time. What is on disk is no faster than on the host.
     """
-    deadline = time.monotonic() + most_s
-    if deadline > context.deadline:
+    now = time.monotonic()
+    deadline = now + AGAIN * (context.deadline - now)
+    if context.is_late():
         return _leaving_out(NOT_SEARCHED, on_device)
     context.say("whether steps are shorter with 'offload' 'auto'")
     found = plan(_at("auto", context, deadline), known=on_device.best)

@@ -55,32 +55,44 @@ def search_offload(
         known: a plan on the device; it is the answer if none can be, or none is found, that is faster by more than the
             gap.
     """
-    if known is None:
-        found = _search(context, decision_graph, configs)
-        return found.of_planned_step(least_step_s(context, decision_graph, configs))
-    wanted_s = cutoff_s(context, known)
-    bound_s = least_step_s(context, decision_graph, configs, wanted_s)
+    wanted_s = math.inf if known is None else cutoff_s(context, known)
+    bound_s = 0.0 if known is None else least_step_s(context, decision_graph, configs, wanted_s)
+    found: Searched | None = None
     if bound_s < wanted_s:
-        with contextlib.suppress(InfeasibleError):
-            found = _search(context, decision_graph, configs)
-            if found.planned_step_s < wanted_s:
-                return found.of_planned_step(least_step_s(context, decision_graph, configs))
+        with contextlib.nullcontext() if known is None else contextlib.suppress(InfeasibleError):
+            found = _search(context, decision_graph, configs, wanted_s)
+    if found is not None and (known is None or found.planned_step_s < wanted_s):
+        return found.of_planned_step(least_step_s(context, decision_graph, configs))
+    assert known is not None
     return completed(context, known, [], [bound_s])
 
 
-def _search(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
-    """The same where nothing is known, and nothing is proved of steps as they are predicted."""
+def _search(
+    context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, wanted_s: float
+) -> Searched | None:
+    """The same where nothing is known, and nothing is proved of steps as they are predicted.
+
+    Args:
+        wanted_s: what may be faster is followed; ``None``: nothing may.
+    """
     if context.pins.activations is None:
-        return _staying_or_leaving(context, decision_graph, configs)
+        return _staying_or_leaving(context, decision_graph, configs, wanted_s)
     _check_blocks(context.pins, len(decision_graph.folded.instances))
-    found = _planned(context, decision_graph, configs)
-    _check_leaving(found, context.pins)
+    found = _planned(context, decision_graph, configs, wanted_s)
+    if found is not None:
+        _check_leaving(found, context.pins)
     return found
 
 
-def _planned(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
-    """The fastest plan that fits with model data elsewhere, by what the transfer schedule says of a few."""
-    found = _fitting(_with_room(context), decision_graph, configs)
+def _planned(
+    context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, wanted_s: float
+) -> Searched | None:
+    """The fastest plan that fits with model data elsewhere, by what the transfer schedule says of a few; ``None`` if
+    what it computes and communicates takes ``wanted_s`` or more, whatever moves when.
+    """
+    found = _fitting(_with_room(context), decision_graph, configs, wanted_s)
+    if found is None:
+        return None
     if context.training.activations:
         return _with_amount(context, decision_graph, found)
     if context.training.tier != "either":
@@ -88,27 +100,30 @@ def _planned(context: SearchContext, decision_graph: DecisionGraph, configs: Par
     return _leaving_room(context, decision_graph, configs, found)
 
 
-def _staying_or_leaving(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
+def _staying_or_leaving(
+    context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, wanted_s: float
+) -> Searched | None:
     """The faster plan of that in which what blocks save stays on the device and that in which it may leave.
 
     Where all of it fits that is not looked for, unless model data may take its room.
     """
     stays: Searched | None = None
     try:
-        stays = _planned(context, decision_graph, configs)
+        stays = _planned(context, decision_graph, configs, wanted_s)
     except InfeasibleError:
         if context.is_late():
             raise
-    if stays is not None and (context.is_late() or not _is_short_of_room(context, stays)):
-        return stays
+    else:
+        if context.is_late() or (stays is not None and not _is_short_of_room(context, stays)):
+            return stays
     context = replace(context, training=replace(context.training, activations="all"))
     try:
-        leaves = _planned(context, decision_graph, configs)
+        leaves = _planned(context, decision_graph, configs, wanted_s)
     except InfeasibleError:
         if stays is None:
             raise
         return stays
-    if stays is None or leaves.planned_step_s < stays.planned_step_s:
+    if stays is None or (leaves is not None and leaves.planned_step_s < stays.planned_step_s):
         return leaves
     return stays
 
@@ -122,8 +137,10 @@ def _is_short_of_room(context: SearchContext, found: Searched) -> bool:
     return found.staged is not None and not holds_all(found.recomputing, found.staged)
 
 
-def _fitting(context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs) -> Searched:
-    """The fastest plan the working set of which fits.
+def _fitting(
+    context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, wanted_s: float
+) -> Searched | None:
+    """The fastest plan the working set of which fits, see :func:`_planned`.
 
     To the search model data takes no room; what of it is there with the rest shows when the step is traced. Then it
     searches again with so much less memory, into which it cuts what was found, so that a plan is known if time is up.
@@ -131,6 +148,8 @@ def _fitting(context: SearchContext, decision_graph: DecisionGraph, configs: Par
     usable, known = context.usable_bytes, None
     while True:
         found = fastest(context, decision_graph, configs, known)
+        if found.best.staged.cut.step_s >= wanted_s:
+            return None
         excess = found.working_set().bytes - usable
         if excess <= 0:
             return found
