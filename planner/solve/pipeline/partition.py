@@ -59,10 +59,10 @@ BEYOND = 0.1
 """Part of a step by which a cut may be slower than is wanted that others are made of by moving blocks."""
 OFFER = 4
 """Nodes of the tree that looking at a cut counts as, of :data:`MOST_BLOCKS` at most."""
-EACH = 3
-"""Effort for each cut that is looked at for a block to move."""
-MOVES = 10
-"""So many times the effort may go into moving blocks: usually nothing helps any more after a part of that."""
+MOVES = 3000
+"""Work for moving blocks at least, where they go on helping: it is what betters a cut most."""
+TRIED = 100
+"""So many cuts at most are looked at for a block to move."""
 PATHS = 60
 """Paths by which cuts are refused before they are simulated: the last ones."""
 FRONT = 400
@@ -70,7 +70,7 @@ FRONT = 400
 MOST_BLOCKS = 256
 """Longer chains are cut between bundles of equal blocks in a row first, in about so many where they are long enough."""
 EFFORT = 3500
-"""Work for moving blocks, and as much again for planes; the tree has what is left, or a quarter.
+"""Work for planes, and for the tree what is left of as much again, or a quarter.
 
 A node of the tree counts as one, simulating a cut as one per hundred actions.
 """
@@ -750,9 +750,9 @@ def _improve(work: _Work, found: _Found) -> None:
     """Take a block from one stage and give another one, all between moving along, as long as that helps; first where
     the paths that are known say that the step gets shortest, with the same recomputation, and only where it does.
     """
-    until, moved = found.spent + MOVES * work.effort, found.cut is not None
+    until, moved = found.spent + max(MOVES, work.effort), found.cut is not None
     while moved and found.cut is not None:
-        moved, best_s, tries = False, found.best_s, work.effort // EACH
+        moved, best_s, tries = False, found.best_s, TRIED
         for step_s, bounds in _moves(work, found, *found.cut):
             if step_s >= best_s * (1 - TIE) or found.spent > until or not tries:
                 break
