@@ -47,6 +47,7 @@ from planner.formulation.cost_table import (
     CostTable,
 )
 from planner.formulation.decisions import AsMade, Flow
+from planner.formulation.dominated import dominated
 from planner.formulation.remat.levels import NOTHING, Amount, Level, Levels, Recompute
 from planner.formulation.search_space import Space
 from planner.formulation.variables import Variable
@@ -226,6 +227,15 @@ class StageCosts:
         for mask, kept, drop in zip(allowed, self.kept, dropped, strict=True):
             mask[kept[~drop]] = True
         found.kept = self._consistent(allowed)
+        return found
+
+    def undominated(self) -> StageCosts:
+        """The same without choices that cost no less than another one, whatever their neighbours are and whatever the
+        prices; what needs least is still that of all of them.
+        """
+        assert self.kept is not None
+        found, working = self.without(dominated(self._singles, self._pairs, self.kept)), self._working
+        found.__dict__["_working"] = working
         return found
 
     def _consistent(self, allowed: list[Mask]) -> tuple[Ints, ...] | None:

@@ -229,12 +229,10 @@ class Evaluator:
         """
         branch, left = self._bounded_by_packing(branch, best), None
         if not is_near(self.context, branch, best):
-            branch, left = self._at_prices(branch, best, is_proof=True)
+            branch, left = self._at_prices(branch, best, is_proof=True, in_order=self._ways(branch) <= FEW)
         branch = replace(branch, is_priced=True)
         if is_near(self.context, branch, best):
             return close(replace(branch, is_done=True), best)
-        if left is not None and self._ways(branch) > FEW:
-            left = None
         if best is not None and left is None:
             return branch
         found = self._cut(branch, best, THOROUGH)
@@ -273,13 +271,13 @@ class Evaluator:
         return close(replace(branch, candidate=candidate), best)
 
     def _at_prices(
-        self, branch: Branch, best: FoundPlan | None, is_proof: bool
+        self, branch: Branch, best: FoundPlan | None, is_proof: bool, in_order: bool = False
     ) -> tuple[Branch, ChoicesInOrder | None]:
         assert branch.pipeline is not None and branch.is_by_itself
         config = branch.candidate.config
         bounds, paths = self._bounds_of(config), self._paths_of(config, branch.pipeline)
         before = time.monotonic()
-        found = bounds.of(paths, cutoff_s(self.context, best), is_proof, branch.candidate.bound_s)
+        found = bounds.of(paths, cutoff_s(self.context, best), is_proof, branch.candidate.bound_s, in_order)
         self.context.took("solve", before)
         if found.expected_s > 0.0:
             self._relaxed[config] = found.expected_s, found.choices

@@ -147,9 +147,13 @@ def _fitting(
     """
     usable, known = context.usable_bytes, None
     while True:
-        found = fastest(context, decision_graph, configs, known)
-        if found.best.staged.cut.step_s >= wanted_s:
-            return None
+        if math.isinf(wanted_s):
+            found = fastest(context, decision_graph, configs, known)
+        else:  # those that need least memory are not faster than what is known
+            met = branch_and_bound(context, decision_graph, configs, known)
+            if isinstance(met, NothingFits) or met.best.staged.cut.step_s >= wanted_s:
+                return None
+            found = met.followed()
         excess = found.working_set().bytes - usable
         if excess <= 0:
             return found

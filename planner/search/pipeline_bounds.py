@@ -83,7 +83,8 @@ class PipelineBound:
     """No plan of a pipeline takes less than ``time_s``; infinite: none fits.
 
     ``expected_s`` is what the relaxation takes with the ``choices`` that were met, best last. Of a bound that is a
-    proof, but less than was asked for, ``left`` are all choices that may do better, unless there are too many.
+    proof, but less than was asked for, ``left`` are all choices that may do better, if they are asked for, unless there
+    are too many.
     """
 
     time_s: float
@@ -231,19 +232,22 @@ class PipelineBounds:
         assert self.costs.kept is not None
         return tuple(int(kept[each]) for kept, each in zip(self.costs.kept, assignment, strict=True))
 
-    def of(self, paths: Paths, enough_s: float, is_proof: bool = True, known_s: float = 0.0) -> PipelineBound:
+    def of(
+        self, paths: Paths, enough_s: float, is_proof: bool = True, known_s: float = 0.0, in_order: bool = False
+    ) -> PipelineBound:
         """That of one pipeline with the space's micro-batches, raised no further once it reaches ``enough_s``; unless
         it ``is_proof`` only if it may reach that.
 
         Args:
             known_s: what all plans of it take at least, as is known by other means.
+            in_order: whether the choices that are left are asked for.
         """
         if self.free_s >= enough_s:
             return PipelineBound(self.free_s, self.choices)
         self._narrow_freely(enough_s)
-        return copy.copy(self)._of(paths, enough_s, is_proof, known_s)
+        return copy.copy(self)._of(paths, enough_s, is_proof, known_s, in_order)
 
-    def _of(self, paths: Paths, enough_s: float, is_proof: bool, known_s: float) -> PipelineBound:
+    def _of(self, paths: Paths, enough_s: float, is_proof: bool, known_s: float, in_order: bool) -> PipelineBound:
         """The same, with fewer choices from then on."""
         ranks = paths.pipeline.ranks
         assert paths.pipeline.micro_batches == self.costs.space.mesh.micro_batches
@@ -268,7 +272,7 @@ class PipelineBounds:
             at_these = partial(self._under, solution.prices, 1.0 / ranks, enough_s)
             self._used[:] = _most_used(met, master, solution)
             if is_proof and number == 0:
-                if not self._may_prove_more(solution, 1.0 / ranks, enough_s, known_s):
+                if not self._may_prove_more(solution, 1.0 / ranks, enough_s, known_s, in_order):
                     break
                 if not self._is_any_kept:
                     return PipelineBound(enough_s, self.choices, solution.step_s)
@@ -293,7 +297,7 @@ class PipelineBounds:
         best = [*_most_used(met, master, solution), self._alike(master.variants[0], solution, ranks)]
         left: ChoicesInOrder | None = None
         tree = self._trees.get((self._entries, len(self.costs.kept or ())))
-        if is_proof and tree is not None and tree.exact:
+        if in_order and tree is not None and tree.exact:
             if math.isfinite(enough_s):
                 left = self._fastest_first(solution.prices, 1.0 / ranks)
             else:
@@ -610,7 +614,9 @@ class PipelineBounds:
         least_s = -once * self._behind * self.costs.most_covered_s
         return _Entries(prices, len(self.costs.levels), self.costs.count, least_s)
 
-    def _may_prove_more(self, solution: MasterSolution, once: float, enough_s: float, known_s: float) -> bool:
+    def _may_prove_more(
+        self, solution: MasterSolution, once: float, enough_s: float, known_s: float, in_order: bool
+    ) -> bool:
         """Whether prices may prove more than is known; where tables are split, only larger ones, in fewer choices.
 
         Args:
@@ -623,6 +629,8 @@ class PipelineBounds:
             return False
         if math.isfinite(enough_s):
             self._narrow_under(solution.prices, once, enough_s)
+        if self._is_any_kept and not in_order:
+            self.costs, self._trees = self.costs.undominated(), {}
         self._entries = ENTRIES_OF_PROOF
         return True
 

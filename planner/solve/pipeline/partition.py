@@ -61,8 +61,8 @@ OFFER = 4
 """Nodes of the tree that looking at a cut counts as, of :data:`MOST_BLOCKS` at most."""
 MOVES = 3000
 """Work for moving blocks at least, where they go on helping: it is what betters a cut most."""
-TRIED = 100
-"""So many cuts at most are looked at for a block to move."""
+TRIED, LOOKED = 100, 3
+"""So many cuts are looked at for a block to move, and one for each three of the effort where that is more."""
 PATHS = 60
 """Paths by which cuts are refused before they are simulated: the last ones."""
 FRONT = 400
@@ -752,7 +752,7 @@ def _improve(work: _Work, found: _Found) -> None:
     """
     until, moved = found.spent + max(MOVES, work.effort), found.cut is not None
     while moved and found.cut is not None:
-        moved, best_s, tries = False, found.best_s, TRIED
+        moved, best_s, tries = False, found.best_s, max(TRIED, work.effort // LOOKED)
         for step_s, bounds in _moves(work, found, *found.cut):
             if step_s >= best_s * (1 - TIE) or found.spent > until or not tries:
                 break
