@@ -12,7 +12,7 @@ import copy
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import TypeAlias
 
@@ -58,6 +58,10 @@ PARTS = (1.0, 0.75, 0.5, 0.25)
 """Of two prices, how much of one is in the mixtures that others are compared with."""
 APART = 5e-4
 """Part of a step by which what is known of other prices may be below the least that was found."""
+EVENED = 0.03
+"""Part of even pace in the prices that are tried besides: a stage on which seconds cost nothing, since none is on a
+longest path, seems to be where all blocks may run slowly.
+"""
 MIXES = 8
 """So many mixes of what is behind work as if it were, and as if it were not, are tried."""
 ENTRIES_OF_PACKING = 30_000
@@ -291,7 +295,7 @@ class PipelineBounds:
             if is_last:
                 break
         if is_proof and found is not None and bound_s < enough_s:
-            bound_s = max(bound_s, self._mixed_s(solution.prices, 1.0 / ranks, enough_s, found))
+            bound_s = max(bound_s, self._most_s(solution, paths.pipeline, enough_s, found))
         if bound_s >= enough_s:
             return PipelineBound(bound_s, self.choices, solution.step_s)
         best = [*_most_used(met, master, solution), self._alike(master.variants[0], solution, ranks)]
@@ -592,6 +596,22 @@ class PipelineBounds:
         ordered = sorted(met, key=lambda choices: met[choices])
         return _Priced(entries.lower_s + besides_s, best_s + besides_s >= promising_s, tuple(ordered))
 
+    def _most_s(self, solution: MasterSolution, pipeline: Pipeline, enough_s: float, found: _Priced) -> float:
+        """The most that is proved under the prices of a solution, or between these and even pace where they say less
+        than the program's step.
+
+        Args:
+            enough_s: bounds are raised no further.
+            found: under these prices.
+        """
+        prices, once = solution.prices, 1.0 / pipeline.ranks
+        if found.bound_s < solution.step_s * (1 - CLOSE):
+            evened = _between(prices, _prices(np.full(prices.stages, pipeline.micro_batches / pipeline.ranks)), EVENED)
+            other = self._under(evened, once, enough_s)
+            if other.bound_s > found.bound_s:
+                prices, found = evened, other
+        return self._mixed_s(prices, once, enough_s, found)
+
     def _mixed_s(self, prices: Prices, once: float, enough_s: float, found: _Priced) -> float:
         """The most that is proved under prices by mixes of what is behind work, see :meth:`_at_best_mix`.
 
@@ -772,6 +792,12 @@ def _prices(seconds: Floats, held: float = 0.0, saved: float = 0.0) -> Prices:
     """Those of a second, forward and backward alike, by stage, and of a byte."""
     one, nothing = np.ones(len(seconds)), np.zeros(len(seconds))
     return Prices(seconds, seconds, held * one, saved * one, nothing, 0.0, 0.0)
+
+
+def _between(one: Prices, other: Prices, part: float) -> Prices:
+    """Prices of which so much is of the other ones: they bound a step as both do."""
+    mixed = ((1 - part) * getattr(one, each.name) + part * getattr(other, each.name) for each in fields(Prices))
+    return Prices(*mixed)
 
 
 def _alike_stages(prices: Prices) -> list[Ints]:
