@@ -19,6 +19,8 @@ from planner.solve.problem import Floats, Ints
 
 _Use: TypeAlias = tuple[object, ...]
 _WALL: _Use = ()
+MOST = 10_000_000
+"""Differences of two decisions' costs at most that are looked at; of a decision with more no choice is left out."""
 
 
 def dominated(
@@ -68,6 +70,8 @@ def _of_one(count: int, alone: Sequence[tuple[_Use, Floats]], beside: Sequence[t
             forbidden |= np.isinf(each)[None, :] & np.isfinite(each)[:, None]
         else:
             least[use] = least.get(use, 0.0) + each[:, None] - each[None, :]
+    if count * count * max((table.shape[1] for table in together.values()), default=1) > MOST:
+        return np.zeros(count, bool)
     for (use, neighbour), table in together.items():
         if use == _WALL:
             forbidden |= (np.isfinite(table)[:, None] & np.isinf(table)[None, :]).any(axis=2)
@@ -77,6 +81,8 @@ def _of_one(count: int, alone: Sequence[tuple[_Use, Floats]], beside: Sequence[t
             more = np.where(np.isfinite(wall)[:, None], more, math.inf)
         least[use] = least.get(use, 0.0) + more.min(axis=2)
     is_no_less = np.logical_and.reduce([~forbidden, *(each >= 0.0 for each in least.values())])
-    is_first = np.arange(count)[None, :] < np.arange(count)[:, None]
-    found: Mask = (is_no_less & (is_first | ~is_no_less.T)).any(axis=1)
+    np.fill_diagonal(is_no_less, False)
+    found = np.zeros(count, bool)
+    for choice in reversed(range(count)):  # one at a time: rounding may have each of several cost no less than the next
+        found[choice] = (is_no_less[choice] & ~found).any()
     return found

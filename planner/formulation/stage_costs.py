@@ -231,12 +231,10 @@ class StageCosts:
 
     def undominated(self) -> StageCosts:
         """The same without choices that cost no less than another one, whatever their neighbours are and whatever the
-        prices; what needs least is still that of all of them.
+        prices: for what all decisions cost together at this number of micro-batches, which is no less so.
         """
         assert self.kept is not None
-        found, working = self.without(dominated(self._singles, self._pairs, self.kept)), self._working
-        found.__dict__["_working"] = working
-        return found
+        return self.without(dominated(self._singles, self._pairs, self.kept))
 
     def _consistent(self, allowed: list[Mask]) -> tuple[Ints, ...] | None:
         tables = dict(self._together)

@@ -43,8 +43,8 @@ from planner.solve.pipeline.master import Paths
 from planner.solve.pipeline.simulate import Path
 from planner.solve.pipeline.stages import Pipeline
 
-FEW = 200
-"""So many plans of a pipeline are looked at one by one."""
+FEW, SEVERAL = 200, 10
+"""So many plans of a pipeline are looked at one by one, and where there are so many times as many, they may be."""
 RAISED = 0.01
 """Part of a step by which a closer bound makes it worth to look first whether others are more promising."""
 
@@ -229,10 +229,13 @@ class Evaluator:
         """
         branch, left = self._bounded_by_packing(branch, best), None
         if not is_near(self.context, branch, best):
-            branch, left = self._at_prices(branch, best, is_proof=True, in_order=self._ways(branch) <= FEW)
+            in_order = self._ways(branch) <= SEVERAL * FEW  # of what solves it then there may be fewer
+            branch, left = self._at_prices(branch, best, is_proof=True, in_order=in_order)
         branch = replace(branch, is_priced=True)
         if is_near(self.context, branch, best):
             return close(replace(branch, is_done=True), best)
+        if left is not None and self._ways(branch) > FEW:
+            left = None
         if best is not None and left is None:
             return branch
         found = self._cut(branch, best, THOROUGH)

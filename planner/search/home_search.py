@@ -75,13 +75,13 @@ def _elsewhere(cluster: ClusterSpec, pins: Pins) -> list[Offload]:
 
 
 def _or_on_host(context: SearchContext, plan: Callable[..., Searched], on_device: Searched) -> Searched:
-    """The plan on the device, or one with model data on the host that is faster by more than the gap, sought for a few
-    seconds where there is time. What is on disk is no faster than on the host.
+    """The plan on the device, or one with model data on the host that is faster by more than the gap, sought for a part
+    of the time that is left. What is on disk is no faster than on the host.
     """
-    now = time.monotonic()
-    deadline = now + AGAIN * (context.deadline - now)
     if context.is_late():
         return _leaving_out(NOT_SEARCHED, on_device)
+    now = time.monotonic()
+    deadline = now + AGAIN * (context.deadline - now)
     context.say("whether steps are shorter with 'offload' 'auto'")
     found = plan(_at("auto", context, deadline), known=on_device.best)
     bound_s = min(on_device.bound_s, found.bound_s)

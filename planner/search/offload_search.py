@@ -57,12 +57,11 @@ def search_offload(
     """
     wanted_s = math.inf if known is None else cutoff_s(context, known)
     bound_s = 0.0 if known is None else least_step_s(context, decision_graph, configs, wanted_s)
-    found: Searched | None = None
     if bound_s < wanted_s:
         with contextlib.nullcontext() if known is None else contextlib.suppress(InfeasibleError):
             found = _search(context, decision_graph, configs, wanted_s)
-    if found is not None and (known is None or found.planned_step_s < wanted_s):
-        return found.of_planned_step(least_step_s(context, decision_graph, configs))
+            if found is not None and (known is None or found.planned_step_s < wanted_s):
+                return found.of_planned_step(least_step_s(context, decision_graph, configs))
     assert known is not None
     return completed(context, known, [], [bound_s])
 
@@ -73,7 +72,7 @@ def _search(
     """The same where nothing is known, and nothing is proved of steps as they are predicted.
 
     Args:
-        wanted_s: what may be faster is followed; ``None``: nothing may.
+        wanted_s: what may be faster is followed; ``None``: nothing was met that may.
     """
     if context.pins.activations is None:
         return _staying_or_leaving(context, decision_graph, configs, wanted_s)
@@ -88,7 +87,8 @@ def _planned(
     context: SearchContext, decision_graph: DecisionGraph, configs: ParallelConfigs, wanted_s: float
 ) -> Searched | None:
     """The fastest plan that fits with model data elsewhere, by what the transfer schedule says of a few; ``None`` if
-    what it computes and communicates takes ``wanted_s`` or more, whatever moves when.
+    what it computes and communicates takes ``wanted_s`` or more, whatever moves when, or where something is wanted and
+    nothing was met.
     """
     found = _fitting(_with_room(context), decision_graph, configs, wanted_s)
     if found is None:
@@ -149,7 +149,7 @@ def _fitting(
     while True:
         if math.isinf(wanted_s):
             found = fastest(context, decision_graph, configs, known)
-        else:  # those that need least memory are not faster than what is known
+        else:  # those that need least memory take long to find, and are rarely faster than what is known
             met = branch_and_bound(context, decision_graph, configs, known)
             if isinstance(met, NothingFits) or met.best.staged.cut.step_s >= wanted_s:
                 return None

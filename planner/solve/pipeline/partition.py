@@ -70,7 +70,7 @@ FRONT = 400
 MOST_BLOCKS = 256
 """Longer chains are cut between bundles of equal blocks in a row first, in about so many where they are long enough."""
 EFFORT = 3500
-"""Work for planes, and for the tree what is left of as much again, or a quarter.
+"""Work for planes; the tree has what moving blocks left of twice as much, or a quarter.
 
 A node of the tree counts as one, simulating a cut as one per hundred actions.
 """

@@ -9,13 +9,17 @@ import pytest
 from planner.base.errors import InfeasibleError
 from planner.cost.cluster import ClusterSpec
 from planner.formulation.constraints.pins import Pins
+from planner.formulation.decisions import DecisionGraph
 from planner.formulation.training import Training
 from planner.ir.graph import Graph
 from planner.plan.document.fingerprint import model_facts
 from planner.plan.plan import Plan, Search, describe
 from planner.plan.rebinding.rebind import rebind
-from planner.search.branch_and_bound import Searched
+from planner.search import offload_search
+from planner.search.branch_and_bound import ParallelConfigs, Searched
+from planner.search.home_search import NOT_PROVED
 from planner.search.search import TIME_LIMIT_S, search
+from planner.search.search_context import SearchContext
 from tests.planner.plans import WHOLE, residual_mlp, unwrapped
 
 
@@ -99,6 +103,28 @@ def test_a_plan_on_the_device_says_what_was_not_searched_or_not_proved_beside_it
     elsewhere = "plans with model data elsewhere than on the device"
     assert f"without {elsewhere}, since there was no time" in unwrapped(document(late))
     assert f"without a proof for {elsewhere}" in unwrapped(document(found))
+
+
+def test_a_plan_on_the_device_stays_where_the_host_turns_out_too_small_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where time is up before what was found is followed."""
+    monkeypatch.setattr(offload_search, "_search", offload_search._fitting)
+    found = planned(residual_mlp(layers=4, width=64, batch=512), on(1, "6 MiB", host="64 KiB"))
+    assert document(found).offload == "none" and NOT_PROVED in found.left_out
+
+
+def test_what_computes_too_long_with_another_home_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting, met = offload_search._fitting, list[object]()
+
+    def of_nothing_fast_enough(
+        context: SearchContext, graph: DecisionGraph, configs: ParallelConfigs, _: float
+    ) -> None:
+        met.append(fitting(context, graph, configs, 1e-9))
+
+    monkeypatch.setattr(offload_search, "_fitting", of_nothing_fast_enough)
+    found = planned(residual_mlp(layers=4, width=64, batch=512), on(1, "3 MiB", host="1 GiB"), time_limit_s=60.0)
+    assert met == [None, None] and document(found).offload == "none" and NOT_PROVED in found.left_out
 
 
 def test_a_home_that_was_chosen_goes_with_a_plan_s_decisions() -> None:

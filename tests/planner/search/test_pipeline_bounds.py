@@ -17,8 +17,10 @@ from planner.formulation.remat.levels import LEVELS
 from planner.formulation.stage_costs import StageCosts
 from planner.formulation.unsharding import Gathers
 from planner.ir.graph import Graph
+from planner.search import pipeline_bounds
 from planner.search.parallel_config import pipelines_of
 from planner.search.pipeline_bounds import PipelineBounds
+from planner.solve.pipeline.master import Paths
 from tests.planner.analysis.test_staged import space_of, wide_first
 from tests.planner.plans import named, residual_mlp
 from tests.planner.search.test_search import chain
@@ -110,6 +112,41 @@ def test_a_multiple_is_bounded_by_no_more_than_its_own_costs(seed: int) -> None:
             assert bounds.work_s(plan.pipeline, free_s) <= plan.step_s * (1 + 1e-9)
             for enough_s in (plan.step_s, 1.2 * plan.step_s, math.inf):
                 assert bounds.packed_s(plan.pipeline, enough_s) <= plan.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", sorted({*range(24)} - {2, 23}))  # these have more stages than blocks
+def test_proofs_without_what_is_dominated_say_as_much_as_with_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are so small that they are split at first, as those of large models are."""
+    monkeypatch.setattr(pipeline_bounds, "ENTRIES", 2)
+    drawn, left_out = Drawn.of(seed), list[int]()
+    undominated = StageCosts.undominated
+
+    def counted(costs: StageCosts) -> StageCosts:
+        found = undominated(costs)
+        left_out.append(sum(map(len, costs.kept or ())) - sum(map(len, found.kept or ())))
+        return found
+
+    monkeypatch.setattr(StageCosts, "undominated", counted)
+    free = drawn.bounds(drawn.fewest)
+    (choices,) = free.choices
+    links = links_of(assignment_of(free.costs.space, choices), named(free.costs.folded, LEVELS))
+    pipelines = pipelines_of(drawn.stages, drawn.fewest, len(links))
+    whole = stage(links, pipelines, None)
+    assert whole is not None
+    for share in (1.0, 0.8):
+        limit_bytes = int(whole.peak_bytes * share)
+        plan = stage(links, pipelines, limit_bytes)
+        if plan is None:
+            continue
+        for enough_s in (1.02 * plan.step_s, 3 * plan.step_s):
+            without, all_choices = (
+                drawn.bounds(drawn.fewest, limit_bytes).of(Paths(plan.pipeline), enough_s, in_order=in_order)
+                for in_order in (False, True)
+            )
+            assert without.left is None
+            assert without.time_s <= plan.step_s * (1 + 1e-9)
+            assert without.time_s == pytest.approx(all_choices.time_s, rel=2e-3)
+    assert max(left_out) > 0
 
 
 @pytest.mark.parametrize("seed", [40, 49])

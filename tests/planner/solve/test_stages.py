@@ -138,8 +138,11 @@ def test_more_effort_proves_more() -> None:
 def test_what_known_paths_say_of_a_block_that_moves_is_how_long_they_are_then(name: str, seed: int) -> None:
     rng, ranks = np.random.default_rng(seed), 3
     pipeline = Pipeline(name, ranks, 6, VIRTUAL_STAGES[name][0])
-    work = partition._Work(pipeline, random_chain(rng, 11, 1), None, 100, (0,) * pipeline.stages)
-    found, bounds, savings = partition._Found(math.inf), (0, *range(2, 1 + pipeline.stages), 11), (0,) * 11
+    work = partition._Work(pipeline, random_chain(rng, 11, 2), None, 100, (0,) * pipeline.stages)
+    found, bounds = partition._Found(math.inf), (0, *range(2, 1 + pipeline.stages), 11)
+    savings = tuple(rng.integers(0, 2, 11).tolist())
+    again_s = np.add.reduceat(work.recompute[np.arange(11), list(savings)], bounds[:-1])
+    assert again_s.any()
     for other in (bounds, (*range(pipeline.stages), 11)):
         found.offer(work, other, savings)
     moves = [(step_s, tuple(each.tolist())) for step_s, each in partition._moves(work, found, bounds, savings)]
@@ -149,8 +152,8 @@ def test_what_known_paths_say_of_a_block_that_moves_is_how_long_they_are_then(na
     assert [step_s for step_s, _ in moves] == sorted(step_s for step_s, _ in moves)
     for step_s, each in moves:
         if (np.diff(each) > 0).all():
-            times, _, _ = work.totals(each, savings)
-            flat = np.concatenate([times.forward_s, times.input_s, times.weight_s, times.send_s])
+            times, _, _ = work.totals(each, (0,) * 11)
+            flat = np.concatenate([times.forward_s, times.input_s + again_s, times.weight_s, times.send_s])
             assert step_s == pytest.approx(max(float(path @ flat) for path in found.paths))
 
 
