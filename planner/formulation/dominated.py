@@ -1,19 +1,16 @@
-"""Choices that no prices make cheaper than another one of the same decision, whatever the others decide.
-
-Such a choice may be left out of a problem without changing what it costs at least (*dead-end elimination*: Goldstein,
-"Efficient rotamer elimination applied to protein side-chains", 1994), here for all prices at once: it costs no less in
-each use by itself.
+"""Choices that no prices make cheaper than another one of the same decision, whatever the others decide: they cost no
+less in each use by itself (:mod:`planner.solve.choices.dominance`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from planner.formulation.cost_table import AGAIN, COVER, Costs
+from planner.solve.choices import dominance
 from planner.solve.choices.model import Mask
 from planner.solve.problem import Floats, Ints
 
@@ -31,18 +28,23 @@ def dominated(
     Args:
         singles, pairs: the costs of decisions, and of pairs of them, the smaller number first.
     """
-    alone: list[list[tuple[_Use, Floats]]] = [[] for _ in kept]
-    beside: list[list[tuple[_Use, int, Floats]]] = [[] for _ in kept]
+    alone: list[dict[_Use, Floats]] = [{} for _ in kept]
+    beside: list[dict[int, dict[_Use, Floats]]] = [{} for _ in kept]  # by neighbour
+
+    def add(found: dict[_Use, Floats], use: _Use, costs: Floats) -> None:
+        found[use] = found[use] + costs if use in found else costs
+
     for number, costs in enumerate(singles):
-        alone[number] += _by_use(costs, (kept[number],))
+        for use, each in _by_use(costs, (kept[number],)):
+            add(alone[number], use, each)
     for (one, other), several in pairs.items():
         for costs in several:
-            for use, table in _by_use(costs, (kept[one], kept[other])):
+            for use, each in _by_use(costs, (kept[one], kept[other])):
                 if one == other:
-                    alone[one].append((use, table.diagonal()))
+                    add(alone[one], use, each.diagonal())
                 else:
-                    beside[one].append((use, other, table))
-                    beside[other].append((use, one, table.T))
+                    add(beside[one].setdefault(other, {}), use, each)
+                    add(beside[other].setdefault(one, {}), use, each.T)
     return [_of_one(*each) for each in zip(map(len, kept), alone, beside, strict=True)]
 
 
@@ -58,31 +60,19 @@ def _by_use(costs: Costs, kept: tuple[Ints, ...]) -> Iterator[tuple[_Use, Floats
         yield _WALL, costs.wall[at]
 
 
-def _of_one(count: int, alone: Sequence[tuple[_Use, Floats]], beside: Sequence[tuple[_Use, int, Floats]]) -> Mask:
+def _of_one(count: int, alone: Mapping[_Use, Floats], beside: Mapping[int, Mapping[_Use, Floats]]) -> Mask:
     """Of one decision."""
-    least: dict[_Use, Floats] = {}  # [one, other]: how much more one costs at least
-    together: dict[tuple[_Use, int], Floats] = {}
-    for use, neighbour, table in beside:
-        together[use, neighbour] = together.get((use, neighbour), 0.0) + table
-    forbidden = np.zeros((count, count), bool)  # where a neighbour forbids other, but not one
-    for use, each in alone:
-        if use == _WALL:
-            forbidden |= np.isinf(each)[None, :] & np.isfinite(each)[:, None]
-        else:
-            least[use] = least.get(use, 0.0) + each[:, None] - each[None, :]
-    if count * count * max((table.shape[1] for table in together.values()), default=1) > MOST:
+    if count * count * max((each.shape[1] for by_use in beside.values() for each in by_use.values()), default=1) > MOST:
         return np.zeros(count, bool)
-    for (use, neighbour), table in together.items():
-        if use == _WALL:
-            forbidden |= (np.isfinite(table)[:, None] & np.isinf(table)[None, :]).any(axis=2)
-            continue
-        more = table[:, None] - table[None, :]
-        if (wall := together.get((_WALL, neighbour))) is not None:
-            more = np.where(np.isfinite(wall)[:, None], more, math.inf)
-        least[use] = least.get(use, 0.0) + more.min(axis=2)
-    is_no_less = np.logical_and.reduce([~forbidden, *(each >= 0.0 for each in least.values())])
-    np.fill_diagonal(is_no_less, False)
-    found = np.zeros(count, bool)
-    for choice in reversed(range(count)):  # one at a time: rounding may have each of several cost no less than the next
-        found[choice] = (is_no_less[choice] & ~found).any()
-    return found
+    allowed = {neighbour: np.isfinite(by_use[_WALL]) for neighbour, by_use in beside.items() if _WALL in by_use}
+    by_itself = [np.isfinite(alone[_WALL])[:, None]] if _WALL in alone else []
+    uses = dict.fromkeys([*alone, *(use for by_use in beside.values() for use in by_use)])
+    uses.pop(_WALL, None)
+    sums = (
+        dominance.Sum(
+            alone.get(use, np.zeros(count)),
+            [(by_use[use], allowed.get(neighbour)) for neighbour, by_use in beside.items() if use in by_use],
+        )
+        for use in uses
+    )
+    return dominance.dominated(~np.eye(count, dtype=bool), [*by_itself, *allowed.values()], sums)

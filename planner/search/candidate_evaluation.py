@@ -43,8 +43,10 @@ from planner.solve.pipeline.master import Paths
 from planner.solve.pipeline.simulate import Path
 from planner.solve.pipeline.stages import Pipeline
 
-FEW, SEVERAL = 200, 10
-"""So many plans of a pipeline are looked at one by one, and where there are so many times as many, they may be."""
+FEW = 200
+"""So many plans of a pipeline are looked at one by one."""
+PERHAPS_FEW = 2000
+"""So many before a proof may be few after it: what solves it then may have fewer ways to recompute."""
 RAISED = 0.01
 """Part of a step by which a closer bound makes it worth to look first whether others are more promising."""
 
@@ -229,7 +231,7 @@ class Evaluator:
         """
         branch, left = self._bounded_by_packing(branch, best), None
         if not is_near(self.context, branch, best):
-            in_order = self._ways(branch) <= SEVERAL * FEW  # of what solves it then there may be fewer
+            in_order = self._ways(branch) <= PERHAPS_FEW
             branch, left = self._at_prices(branch, best, is_proof=True, in_order=in_order)
         branch = replace(branch, is_priced=True)
         if is_near(self.context, branch, best):

@@ -55,14 +55,17 @@ def search_offload(
         known: a plan on the device; it is the answer if none can be, or none is found, that is faster by more than the
             gap.
     """
-    wanted_s = math.inf if known is None else cutoff_s(context, known)
-    bound_s = 0.0 if known is None else least_step_s(context, decision_graph, configs, wanted_s)
+    if known is None:
+        found = _search(context, decision_graph, configs, math.inf)
+        assert found is not None
+        return found.of_planned_step(least_step_s(context, decision_graph, configs))
+    wanted_s = cutoff_s(context, known)
+    bound_s = least_step_s(context, decision_graph, configs, wanted_s)
     if bound_s < wanted_s:
-        with contextlib.nullcontext() if known is None else contextlib.suppress(InfeasibleError):
+        with contextlib.suppress(InfeasibleError):
             found = _search(context, decision_graph, configs, wanted_s)
-            if found is not None and (known is None or found.planned_step_s < wanted_s):
+            if found is not None and found.planned_step_s < wanted_s:
                 return found.of_planned_step(least_step_s(context, decision_graph, configs))
-    assert known is not None
     return completed(context, known, [], [bound_s])
 
 

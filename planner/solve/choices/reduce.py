@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.solve.choices.dominance import Sum, dominated
 from planner.solve.choices.model import TIME, WALL, ChoiceModel, Mask, Settled, drop_moments
 from planner.solve.choices.moments import LiveSpan
 from planner.solve.problem import Floats, Ints
@@ -127,9 +128,9 @@ class _Reduction:
             pass
         elif len(self._single[v]) <= _COMPARED:
             if len(self._near[v]) == 1:
-                self._drop_beaten_pairs(v)
+                self._drop_dominated_pairs(v)
             elif len(self._near[v]) <= _COMPARED:
-                self._restrict(v, ~self._beaten(v))
+                self._restrict(v, ~self._dominated(v))
 
     def _shape(self, costs: Floats) -> _Shape:
         found = self._shapes.get(id(costs))
@@ -252,24 +253,16 @@ class _Reduction:
             no_more &= values[:, None] <= values
         return no_more
 
-    def _beaten(self, v: int) -> Mask:
+    def _dominated(self, v: int) -> Mask:
         """Choices that another one equals or beats in every sum, whatever the neighbours choose."""
-        better, worse = np.nonzero(self._no_more_bytes(v))
-        for costs in self._near[v].values():
-            allowed = np.isfinite(costs[..., WALL])
-            covers = ~(allowed[worse] & ~allowed[better]).any(axis=1)
-            better, worse = better[covers], worse[covers]
-        for column in range(WALL):
-            single = self._single[v][:, column]
-            excess = single[better] - single[worse]
-            for costs in self._near[v].values():
-                of, allowed = costs[..., column], np.isfinite(costs[..., WALL])
-                excess += np.where(allowed[worse], of[better] - of[worse], -math.inf).max(axis=1)
-            beats = excess <= 0.0
-            better, worse = better[beats], worse[beats]
-        return _without_ties(better, worse, len(self._single[v]))
+        near = [(costs, np.isfinite(costs[..., WALL])) for costs in self._near[v].values()]
+        sums = (
+            Sum(self._single[v][:, column], [(costs[..., column], allowed) for costs, allowed in near])
+            for column in range(WALL)
+        )
+        return dominated(self._no_more_bytes(v), [allowed for _, allowed in near], sums)
 
-    def _drop_beaten_pairs(self, v: int) -> None:
+    def _drop_dominated_pairs(self, v: int) -> None:
         """Wall off pairs with the only neighbour that another choice of ``v`` equals or beats in every sum."""
         ((u, costs),) = self._near[v].items()
         if len(self._single[v]) * costs.size > _LARGEST:
@@ -293,14 +286,6 @@ def _by_moments(spans: Iterable[LiveSpan]) -> dict[tuple[int, int], Floats]:
         key = span.first, span.last
         found[key] = found[key] + span.bytes if key in found else span.bytes
     return found
-
-
-def _without_ties(better: Ints, worse: Ints, choices: int) -> Mask:
-    """Which choices are beaten, where of two that beat each other the first stays."""
-    beats = np.zeros((choices, choices), dtype=np.bool_)
-    beats[better, worse] = True
-    beats &= ~(beats.T & np.tri(choices, dtype=np.bool_))
-    return np.asarray(beats.any(axis=0))
 
 
 def _shape(costs: Floats) -> _Shape:

@@ -61,8 +61,8 @@ OFFER = 4
 """Nodes of the tree that looking at a cut counts as, of :data:`MOST_BLOCKS` at most."""
 MOVES = 3000
 """Work for moving blocks at least, where they go on helping: it is what betters a cut most."""
-TRIED, LOOKED = 100, 3
-"""So many cuts are looked at for a block to move, and one for each three of the effort where that is more."""
+TRY = 3
+"""Effort for each cut that is looked at for a block to move."""
 PATHS = 60
 """Paths by which cuts are refused before they are simulated: the last ones."""
 FRONT = 400
@@ -752,7 +752,7 @@ def _improve(work: _Work, found: _Found) -> None:
     """
     until, moved = found.spent + max(MOVES, work.effort), found.cut is not None
     while moved and found.cut is not None:
-        moved, best_s, tries = False, found.best_s, max(TRIED, work.effort // LOOKED)
+        moved, best_s, tries = False, found.best_s, work.effort // TRY
         for step_s, bounds in _moves(work, found, *found.cut):
             if step_s >= best_s * (1 - TIE) or found.spent > until or not tries:
                 break
@@ -778,13 +778,12 @@ def _moves(
 
     def longer(blocks: Ints, ends: Ints, turned: int) -> Floats:
         """[path, stage]: seconds by which paths are longer if each end before a stage is another one."""
-        ended = np.minimum(ends, work.size - 1)
         moved = turned * np.einsum("kpb,pb->kb", fewer, work.parts[:, blocks])
-        moved += sends * (work.sends[ended - 1] - work.sends[inner - 1])
+        moved += sends * (work.sends[ends - 1] - work.sends[inner - 1])
         return np.concatenate([np.zeros((len(paths), 1)), np.cumsum(moved, axis=1)], axis=1)
 
-    later, sooner = longer(inner - 1, inner - 1, 1), longer(np.minimum(inner, work.size - 1), inner + 1, -1)
-    giver, taker = np.divmod(np.arange(stages * stages), stages)
+    later, sooner = longer(inner - 1, inner - 1, 1), longer(inner, inner + 1, -1)
+    giver, taker = np.nonzero(~np.eye(stages, dtype=bool))
     is_later = giver < taker
     more = np.where(is_later, later[:, taker] - later[:, giver], sooner[:, giver] - sooner[:, taker])
     now = paths @ np.concatenate([times.forward_s, times.input_s, times.weight_s, times.send_s])
@@ -793,8 +792,7 @@ def _moves(
         one, other = sorted((giver[pair], taker[pair]))
         shifted = np.array(bounds, dtype=np.int64)
         shifted[one + 1 : other + 1] += -1 if is_later[pair] else 1
-        if one != other:
-            yield float(step_s[pair]), shifted
+        yield float(step_s[pair]), shifted
 
 
 def _cost(p: Pipeline) -> float:

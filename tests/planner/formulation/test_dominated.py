@@ -49,15 +49,6 @@ def test_what_a_neighbour_makes_dearer_or_forbids_counts() -> None:
     assert dominated(singles, itself, EVERY)[0].tolist() == [True, False, True]
 
 
-def test_one_of_several_is_left_that_rounding_has_cost_no_less_than_each_other() -> None:
-    numbers = [[0.72, 0.31, 0.09], [0.09, 0.72, 0.31], [0.31, 0.09, 0.72]]
-    alone, first, second = np.array(numbers).T
-    pairs = {(0, 1): [a_pair(first[:, None].tolist())], (0, 2): [a_pair(second[:, None].tolist())]}
-    singles = (one(forward=alone.tolist()), one(forward=[0.0]), one(forward=[0.0]))
-    found = dominated(singles, pairs, (np.arange(3), np.arange(1), np.arange(1)))
-    assert 0 < found[0].sum() < 3 and not found[1].any() and not found[2].any()
-
-
 def test_of_very_many_choices_none_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     singles, pairs = (one(forward=[1.0, 2.0, 3.0]), one(forward=[1.0, 1.0])), {(0, 1): [a_pair([[0.0, 0.0]] * 3)]}
     assert dominated(singles, pairs, EVERY)[0].tolist() == [False, True, True]
